@@ -19,7 +19,7 @@ from parity_tests.warm_python import TORCH, TORCH_AND_JAX
 LIMIT_S = 120
 
 JOB = """
-    import os, signal, sys, time, types
+    import os, re, signal, sys, time, types
     import torch, torch.distributed as dist
     from shardproof.declare.case import CaseSpec
     from shardproof.engines.processes import launch
@@ -67,6 +67,11 @@ JOB = """
     def loops(mesh, case):
         while mesh.rank("tp") == 1:
             pass
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+    def holds(mesh, case):
+        if mesh.rank("tp") == 1:
+            re.match("(a+)+$", "a" * 60 + "b")
         dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
     case = CaseSpec("launch", {"tp": 2})
@@ -171,6 +176,14 @@ def test_a_rank_in_an_endless_loop_ends_the_job(script: Path) -> None:
     assert re.search(r"rank 1 computes at job\.py:\d+, nothing issued yet", first)
     assert second == first
     assert third.startswith("healthy NotRun torchrun: a rank still hangs")
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_the_interpreter_from_its_first_line_on_ends(script: Path) -> None:
+    # The job before disarms the alarm of this one.
+    (lead, printed), (follow, _) = two_ranks(script.parent, str(script), "healthy", "holds")
+    assert (lead, follow) == (3, 1)  # 1 is the fault handler's
+    assert printed.splitlines()[1].startswith("holds Died died: rank 1 ended without a word")
 
 
 @pytest.mark.fast_values(1)

@@ -141,6 +141,7 @@ class Member:
             self.outcome = self._runner.run(job, ready=lambda: self.channel.add(f"ready/{number}"))
 
         self._thread = threading.Thread(target=work, name="rank", daemon=True)
+        self._arm()  # before the job, which may hold the interpreter from its first line on
         self._thread.start()
 
     def tick(self) -> None:
@@ -148,10 +149,7 @@ class Member:
         self._thread.join(TICK_S)
         now, (when, writes) = time.monotonic(), self._shown
         if now - self._armed >= ARM_S:
-            # While native code of the job holds the interpreter, this thread has no turn. Then the fault handler writes
-            # the stacks and ends the process, and torchrun ends the job.
-            faulthandler.dump_traceback_later(HELD_S, exit=True)
-            self._armed = now
+            self._arm()
         if now < when + SHOW_S:
             return
         has_moved = writes != self._table.writes()
@@ -159,6 +157,14 @@ class Member:
         if has_moved or (now - self._moved < compiling.LIMIT_S and compiling.is_compiling(self._thread.ident)):
             self._shown = now, self._table.writes()
             self.channel.add("moves")
+
+    def _arm(self) -> None:
+        """End this process unless it is armed again in time: its stacks are written, and torchrun ends the job.
+
+        While native code of the job holds the interpreter, no thread of Python has a turn.
+        """
+        faulthandler.dump_traceback_later(HELD_S, exit=True)
+        self._armed = time.monotonic()
 
     def disarm(self) -> None:
         """The job is over, or waited for no longer."""
