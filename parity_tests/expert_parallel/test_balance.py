@@ -1,6 +1,7 @@
 """Parity of three balance losses (over all tokens, of each sequence, of each rank), and of loads."""
 
 import jax
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,9 @@ from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.choices import chosen_experts, padding
 from parity_tests.expert_parallel.expert_module import over_all
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.draw.choosers import seeded_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.draw.inputs import full_array
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl import expert_parallel
@@ -181,6 +185,21 @@ SCHEMES = (
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
     check_cases(declared, 30)
+
+
+@pytest.mark.parametrize("declared", [balance_of_each_sequence, z_loss_without_padding], ids=lambda each: each.name)
+def test_nan_is_drawn_in_rows_of_padding_alone(declared):
+    inputs_by_name = {arg.name: arg for arg in declared.inputs}
+    (name,) = inputs_by_name.keys() - {"experts"}
+    found = set()
+    for seed in range(60):
+        case = draw_case(declared, seeded_chooser(seed), {}, seed=seed, with_conditions=True)
+        values_of = {each: full_array(arg, declared.draws[each], case) for each, arg in inputs_by_name.items()}
+        has_no_expert = ~((values_of["experts"] >= 0) & (values_of["experts"] < case.e)).any(-1)
+        is_nan = np.isnan(values_of[name])
+        assert (is_nan.any(-1) == is_nan.all(-1)).all() and not (is_nan.all(-1) & ~has_no_expert).any()
+        found |= {(bool(has_no_expert.any()), bool(is_nan.any()))}
+    assert found == {(False, False), (True, False), (True, True)}
 
 
 def loss_of_ranks(probabilities, experts, count):
