@@ -28,7 +28,7 @@ def stream(query, key, value, g, beta, initial_state, cu):
 
 
 def over_cp(mesh, query, key, value, g, beta, initial_state, **options):
-    """Outputs and final states; the decays are the exponentials of what is drawn, in float32 or wider."""
+    """Outputs and final states; a decay is the exponential of a drawn value, in float32 or wider."""
     g = -g.to(accumulator(g.dtype)).exp()
     return gated_delta_rule(
         query, key, value, g, beta, mesh["cp"], initial_state=initial_state, output_final_state=True, **options
@@ -156,7 +156,7 @@ def delta_rule_stream(mesh, query, key, value, g, beta, initial_state, cu, chunk
 @pytest.mark.cases(9)
 @pytest.mark.cases(1, engine="gloo")
 def delta_rule_ragged(mesh, query, key, value, g, beta, initial_state, chunk_size):
-    """Ranks of which some have fewer tokens than a chunk, or none."""
+    """Some ranks have fewer tokens than a chunk, or none."""
     options = {"layout": uneven_layout(mesh), "use_qk_l2norm": True, "chunk_size": chunk_size}
     return over_cp(mesh, query, key, value, g, beta, initial_state, **options)
 

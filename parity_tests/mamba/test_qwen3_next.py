@@ -1,6 +1,6 @@
 """The gated delta layer of transformers' Qwen3-Next over cp and tp, with our convolution and rule in place of its own.
 
-Every gradient is that of the layer on one device, in float64. The layer passes unknown keywords on to both functions:
+Every gradient equals the layer's on one device, in float64. The layer passes unknown keywords on to both functions:
 so the group and the layout reach them.
 """
 
@@ -161,7 +161,7 @@ def test_decays_per_channel_are_those_of_kimi(seed):
 
 
 def test_a_rule_with_other_keys_does_not_agree():
-    """Keys that are not normalized, for one that is given keys that are."""
+    """Theirs normalizes the keys here, and ours does not."""
     with pytest.raises(AssertionError):
         case = delta_rule.case(seed=0, dtype="float64", cp=2)
         agrees(delta_rule, case, theirs(qwen3_next.torch_recurrent_gated_delta_rule))

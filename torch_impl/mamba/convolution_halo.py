@@ -29,7 +29,7 @@ def convolution_halo(
     layout: Order = "dual_chunk_swap",
     cu_seqlens: Int[Tensor, " offsets"] | None = None,
 ) -> Sharded[Tensor, "b m/cp:LAYOUT w c"]:
-    """The w = d_conv - 1 rows before each of this rank's m segments: what a causal convolution reads beside the shard.
+    """The w = d_conv - 1 rows before each of this rank's m segments, which a causal convolution reads too.
 
     Under contiguous a rank has one segment, its first: it ends where the sequence of its first token ends. Under
     dual_chunk_swap it has two per sequence, its chunk of the first half and its chunk of the second. Rows are in the

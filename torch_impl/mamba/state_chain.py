@@ -1,4 +1,4 @@
-"""Runs of a rank's stream in blocks, and the chain along which ranks pass states whose transition is a matrix.
+"""Runs of a rank's stream in blocks, and the chain along which ranks pass on states by matrix transitions.
 
 A run is a run of tokens of one sequence on one rank. Its final state is `transition @ entering + state`, where `state`
 is the final state if nothing enters. Each rank sends both for the runs that another rank continues; every rank then

@@ -55,7 +55,7 @@ def batch_layout(
 def shard_layout(
     order: str | TokenLayout, name: str, x: Tensor, cu_seqlens: Tensor | None, group: ProcessGroup
 ) -> TokenLayout:
-    """The layout of the batch of which x, `[b, s, ...]`, is this rank's shard. Its shards may be ragged.
+    """The layout of a batch, given this rank's shard x, `[b, s, ...]`. Shards may be ragged.
 
     Cost, errors: as `batch_layout`; ValueError for several rows with offsets.
     """

@@ -64,7 +64,7 @@ def multi_token_targets(
     from the targets that count at this depth in the full step; they are 0 for other tokens.
 
     `layouts` has a layout for each microbatch; ranks of `cp_group` have the same ones. A rank without a microbatch
-    passes one of 0 rows. `aggregation`, `constant` and `dp_groups` are those of `loss_divisors`.
+    passes one of 0 rows. `aggregation`, `constant` and `dp_groups` are as in `loss_divisors`.
 
     Cost:   `loss_divisors` once for each depth, and `tokens_ahead` for each microbatch.
     Errors: as `loss_divisors` and `tokens_ahead`; ValueError unless there is a layout for each tensor of targets, which
@@ -83,7 +83,7 @@ def multi_token_targets(
         torch.cat([each[None], tokens_ahead(each, layout, cp_group, depth, IGNORED)]) if depth else each[None]
         for each, layout in zip(targets, layouts, strict=True)
     ]
-    # 3. Count at each depth what is left.
+    # 3. Count the remaining targets at each depth.
     divisors = [
         loss_divisors(
             [(each[k] >= 0) & (each[k] < vocab_size) for each in by_depth],
@@ -118,7 +118,7 @@ def multi_token_losses(
 
     `hidden_states` are the normed states of depths 0 to m - 1, stacked, and `output_weight` is the head that all depths
     share: its rows of this rank, by DTensor's ceil rule. `targets` and `divisors` are a pair of `multi_token_targets`.
-    log p is that of softmax(h W^T), over the vocabulary of all ranks of `tp_group`. `averaged_over` is as for
+    p = softmax(h W^T), over the vocabulary of all ranks of `tp_group`. `averaged_over` is as for
     `normalised`, and `chunk_size` as for the function under Cost.
 
     All depths are one product with the head, so that its gradient, the sum over depths, is summed in float32 or wider

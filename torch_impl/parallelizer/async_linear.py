@@ -1,8 +1,8 @@
-"""Linear layers between a sharded sequence and sharded features, whose products overlap with the transfers.
+"""Linear layers between a sharded sequence and sharded features: products overlap with transfers.
 
 A ring of n ranks moves the sequence in n blocks. While a block travels to the next rank, this rank multiplies the one
-that it has: n - 1 of n transfers are hidden behind products that last longer. The values are those of all_gather and
-product, and of product and reduce_scatter, up to the order of sums. Source: arXiv 2205.05198 (sequence parallelism) and
+that it has: a product hides a transfer that takes less time. The values equal all_gather and product, and product and
+reduce_scatter, up to the order of sums. Source: arXiv 2205.05198 (sequence parallelism) and
 ASPLOS 2023, doi 10.1145/3567955.3567959 (overlap by decomposition).
 """
 
