@@ -211,7 +211,7 @@ PositiveInt = Annotated[int, Number(1, integer=True)]
 NonNegativeInt = Annotated[int, Number(0, integer=True)]
 GradientType = Annotated[Literal["R", "I"], GradientTypeKind()]
 
-Names = Annotated[list[str], ListOf(Instance(str, "pass a str"), "names")]
+Names = Annotated[collections.abc.Sequence[str], ListOf(Instance(str, "pass a str"), "names")]
 Function = Annotated[collections.abc.Callable, Instance(collections.abc.Callable, "pass a function")]
 
 # The validation of annotations that are plain types; other types are not validated.
