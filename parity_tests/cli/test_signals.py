@@ -26,7 +26,7 @@ VERDICT = "2 schemes, 1 mismatch, 0 not run."
 # A command that imports and judges nothing: it starts a process, and then it has found a mismatch.
 SMALL = f"""{MAIN}
 def call():
-    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], stderr=subprocess.DEVNULL)
     time.sleep(0.2)
     print({VERDICT!r}, flush=True)
     return 1
