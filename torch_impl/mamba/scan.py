@@ -109,7 +109,7 @@ def _chunks(
     return y.flatten(1, 2)[:, :s], states[:, -1]
 
 
-def _log_decays(logs: Float[Tensor, "*a l h"], ids: Int[Tensor, "*a l"]) -> Float[Tensor, "*a l m h"]:
+def _log_decays(logs: Float[Tensor, "*a l h"], ids: Int[Tensor, "*#a l"]) -> Float[Tensor, "*a l m h"]:
     """The sum of logs over m < k <= l; -inf if m is later than l or in another sequence.
 
     Each sum is added up from its own terms: no other sequence enters it, and no difference of long sums loses digits.

@@ -201,8 +201,8 @@ def _ahead(rank: int, p: int, n: int, v: int, per_rank: int) -> int:
 def _zbv(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
     """Chunk 0 goes down the ranks, chunk 1 comes back up. Every backward is split; the last W wait until the end.
 
-    With fewer than 2p - 1 micro-batches the order for 2p - 1 is used, with waits for the micro-batches that are not
-    there.
+    With fewer than 2p - 1 micro-batches the order for 2p - 1 is used, with waits in place of the missing
+    micro-batches.
     """
     rounded_n = max(2 * p - 1, n)
     turns = rounded_n - p
@@ -233,7 +233,7 @@ def _dualpipev(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 
 def _number_microbatches(word: Iterable[str], stages: tuple[int, ...]) -> list[Action]:
-    """The actions of a word. Each letter of a chunk takes the next micro-batch; a bare `W` the oldest pending one."""
+    """The actions of a word: a letter takes the next micro-batch of its chunk, a bare `W` the oldest pending one."""
     counts: Counter[str] = Counter()
     pending_weights: list[Action] = []
 

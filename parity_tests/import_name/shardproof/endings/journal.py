@@ -43,7 +43,7 @@ class Journal:
 
     @property
     def begun(self) -> str | None:
-        """The key that the last child began last and that is neither done nor lost."""
+        """The key that the last child was working on: begun, and neither done nor lost."""
         keys: list[str] = []
         for kind, key, _, _ in self._records():
             if kind == CHILD:
@@ -76,7 +76,7 @@ class Journal:
         return _unpickled(self._of_earlier[FOUND].get(key))
 
     def sentence(self, key: str) -> str | None:
-        """How the earlier process died that had begun this key, or None."""
+        """How the process that began this key died, or None."""
         content = self._of_earlier[LOST].get(key)
         return None if content is None else content.decode()
 

@@ -34,7 +34,7 @@ def missing_sum(role: str, axis: str) -> str:
 
 
 def different_copies(axis: str) -> str:
-    """The wording of a note on ranks that should have one value but differ, with none of them right."""
+    """The wording of a note on ranks that should have one value, but differ, and none is right."""
     return f"{axis} ranks hold different copies of what should be one value"
 
 
@@ -53,7 +53,7 @@ def unequal_copies(evidence: Evidence) -> Iterator[Note]:
 
 
 def zero_addend(evidence: Evidence) -> Iterator[Note]:
-    """Exactly one of the ranks whose addends are summed contributed only zeros."""
+    """Exactly one rank of a sum contributed only zeros."""
     for axis, values in _unsharded_axes(evidence):
         zero_ranks = [rank for rank, value in enumerate(values) if not value.any()]
         if axis not in evidence.at and len(zero_ranks) == 1:
