@@ -176,7 +176,7 @@ def _arguments(function: ast.FunctionDef) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Write the tables of other libraries' functions into their page.")
     parser.add_argument("--read", type=Path, help="a folder with their packages: say which lines are out of date")
     folder = parser.parse_args(arguments).read
     if folder is None:

@@ -54,6 +54,7 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     roundings=ROUNDINGS,
     reduction=("k", "d", "f"),
+    sums="float32",
 )
 
 

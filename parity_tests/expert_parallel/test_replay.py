@@ -1,5 +1,6 @@
 """Routing replay: gates at given experts, with the gradient of the scores alone; a recompute takes the forward's."""
 
+import numpy as np
 import pytest
 import torch
 from jaxtyping import Float, Int
@@ -7,8 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jax_ref.expert_parallel import replayed
-from parity_tests.expert_parallel.choices import chosen_experts
-from shardproof import Cost, check_cases, scheme, values
+from shardproof import Cost, check_cases, drawn, scheme, values
 from torch_impl.expert_parallel import RoutingReplay, sigmoid_top_k, softmax_top_k, top_k_softmax
 
 ROUTERS = {
@@ -18,12 +18,19 @@ ROUTERS = {
 }
 
 
+def given_experts(generator, shape, case):
+    """k experts for each token, no two alike; some rows without any, and some choices left out."""
+    experts = generator.random((*shape[:-1], case.e)).argsort(-1)[..., : shape[-1]]
+    is_left_out = (generator.random((*shape[:-1], 1)) < 0.3) | (generator.random(shape) < 0.1)
+    return np.where(is_left_out, generator.choice((-1, -2, case.e, case.e + 1), shape), experts).astype(np.int64)
+
+
 @scheme(
     reference=replayed,
     mesh={"ep": (1, 2, 4, 8)},
     inputs={"logits": "t/ep:ragged e", "experts": "t/ep:ragged k"},
     outputs="t/ep:ragged k",
-    draw={"logits": values("normal", "ties", "zeros"), "experts": chosen_experts()},
+    draw={"logits": values("normal", "ties", "zeros"), "experts": drawn(given_experts, integer=True)},
     dims={"k": (1, 2, 3), "e": (4, 8)},
     options={"router": tuple(ROUTERS), "norm_topk_prob": (False, True)},
     dtypes=("float32", "bfloat16", "float64"),

@@ -3,9 +3,9 @@
 Every rank routes its own tokens and sends nothing. Scores are computed in float32 or wider, because a choice is only as
 exact as the numbers it compares. Ties go to the lower expert id, so that ranks and runs agree.
 
-With `experts`, each router takes these ids instead of its own choice: of the sampler that generated the tokens, or of the
-forward that a backward recomputes (`RoutingReplay`). Gates and their gradients are then of the scores at these ids. An id
-that is no expert's, such as -1 for padding, has a gate of 0 and no gradient.
+With `experts`, each router takes these ids instead of its own choice: of the sampler that generated the tokens, or of
+the forward that a backward recomputes (`RoutingReplay`). Gates and their gradients are then of the scores at these ids.
+An id that is no expert's, such as -1 for padding, has a gate of 0 and no gradient.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ def sigmoid_top_k(
     _check_groups(logits.shape[-1], k, groups, chosen_groups)
     scores = logits.to(accumulator(logits.dtype)).sigmoid()
     # Biased scores decide the choice and have no gradient; the gates are the scores without the bias.
-    if experts is None:
-        experts = _largest(_within_groups(scores.detach() + bias.detach(), groups, chosen_groups), k)
-    experts = experts.long()
+    biased = scores.detach() + bias.detach()
+    experts = _largest(_within_groups(biased, groups, chosen_groups), k) if experts is None else experts.long()
     gates = _at(scores, experts, 0.0)
     gates = _over_their_sum(gates) if norm_topk_prob else gates
     return gates * routed_scaling_factor, experts, _over_their_sum(scores)
