@@ -25,8 +25,8 @@ def cost(segments):
     def declared(c):
         rows = segments(c) * c.dims.get("b", 1) * (c.k - 1) * c.c // c.tp
         return Cost(
-            forward={"all_gather": (1, rows * c.itemsize)},
-            backward={"reduce_scatter": (1, c.cp * rows * max(c.itemsize, 4))},
+            forward={"all_gather/cp": (1, rows * c.itemsize)},
+            backward={"reduce_scatter/cp": (1, c.cp * rows * max(c.itemsize, 4))},
         )
 
     return declared

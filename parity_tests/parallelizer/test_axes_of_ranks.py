@@ -156,9 +156,10 @@ def expected_axes(case, rank):
 
 
 def slices_of(mesh, sizes):
-    """The ranks of a mesh as one with other axes, whatever ranks they are."""
-    ranks = mesh.device_mesh["x"].mesh
-    return DeviceMesh("cpu", ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes)), ranks.tolist()
+    """The ranks of axis x as a mesh with other axes: a slice of one over all ranks, which all of them make together."""
+    outer, ranks = {axis: mesh.size(axis) for axis in mesh.axes if axis != "x"}, mesh.device_mesh.mesh
+    every = DeviceMesh("cpu", ranks.view(*outer.values(), *sizes.values()), mesh_dim_names=(*outer, *sizes))
+    return every[tuple(sizes)], mesh.device_mesh["x"].mesh.tolist()
 
 
 def positions(ranks, world):

@@ -96,6 +96,21 @@ def shifted(function: Callable[..., Any], unsigned: bool) -> Callable[..., Any]:
     return build
 
 
+def total_order(x: Any) -> Any:
+    """Integers in the total order of floats: -NaN, -inf, ..., -0, +0, ..., inf, NaN. Integers stay as they are."""
+    if x.dtype.kind != "f":
+        return x
+    bits = np.asarray(x).view(f"i{x.dtype.itemsize}")
+    return np.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
+
+
+def platform_index(equation: Any) -> Callable[..., Any]:
+    """The branch for the CPU, or the default one: where JAX has a function in several versions."""
+    platforms = equation.params["platforms"]
+    index = next((i for i, names in enumerate(platforms) if names and "cpu" in names), platforms.index(None))
+    return lambda: np.int32(index)
+
+
 def bits_set(equation: Any) -> Callable[..., Any]:
     dtype = equation.outvars[0].aval.dtype
     return lambda x: np.bitwise_count(x.astype(f"u{dtype.itemsize}")).astype(dtype)
@@ -323,6 +338,7 @@ RULES: dict[str, Rule] = {
     "optimization_barrier": linear(same),
     "convert_element_type": by_kind(linear(converted), constant(converted)),
     "iota": constant(iota),
+    "empty2": constant(lambda equation: lambda: np.zeros((), equation.params["dtype"])),  # a number that nothing reads
     # Sums and products.
     "reduce_sum": linear(indexing.reduction(np.add)),
     "cumsum": linear(indexing.accumulation(np.add)),
@@ -391,6 +407,8 @@ RULES: dict[str, Rule] = {
     "ne": plain(np.not_equal),
     "lt": plain(np.less),
     "le": plain(np.less_equal),
+    "lt_to": plain(lambda x, y: np.less(total_order(x), total_order(y))),
+    "le_to": plain(lambda x, y: np.less_equal(total_order(x), total_order(y))),
     "gt": plain(np.greater),
     "ge": plain(np.greater_equal),
     "bitcast_convert_type": constant(with_bits),
@@ -400,6 +418,7 @@ RULES: dict[str, Rule] = {
     "population_count": constant(bits_set),
     # Branches, loops, and functions with a custom derivative.
     "cond": control_flow.cond,
+    "platform_index": constant(platform_index),
     "while": control_flow.while_loop,
     "scan": control_flow.scan,
     "custom_jvp_call": derived(custom_jvp),
