@@ -6,6 +6,8 @@ g[t, e] is the gate of expert e if token t chose it, else 0. Nothing is sorted o
 prefers the lower expert id. A choice is a slot j < k of a token t; `experts[t, j]` is the chosen expert.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -59,6 +61,19 @@ def sigmoid_top_k(
     return gates, experts, _normalised(scores)
 
 
+def replayed(logits: Logits, experts: Choices, router: str, norm_topk_prob: bool = False) -> Gates:
+    """The gates at given experts: of "softmax", of "sigmoid", or of "top_k", a softmax over these experts alone.
+
+    An id that is no expert's has a gate of 0. The choice is data, so that gradients are of the scores alone.
+    """
+    is_expert = _one_hot(experts, logits.shape[-1])
+    weights = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "top_k": jnp.exp}[router](logits)
+    gates = jnp.where(is_expert, weights[..., None, :], 0.0).sum(-1)
+    total = gates.sum(-1, keepdims=True)
+    normalised = gates / jnp.where(total == 0, 1.0, total)
+    return normalised if norm_topk_prob or router == "top_k" else gates
+
+
 def _normalised(x: Float[Array, "*t k"]) -> Float[Array, "*t k"]:
     return x / x.sum(-1, keepdims=True)
 
@@ -80,6 +95,21 @@ def swiglu(x: Float[Array, "t d"], gate_up: Float[Array, "d 2 f"], down: Float[A
     return (jax.nn.silu(gate) * up) @ down
 
 
+def clamped_swiglu(
+    x: Float[Array, "t d"],
+    gate_up: Float[Array, "d f 2"],
+    down: Float[Array, "f d"],
+    gate_up_bias: Float[Array, "f 2"],
+    down_bias: Float[Array, " d"],
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Float[Array, "t d"]:
+    """((up + 1) * gate * sigmoid(alpha * gate)) C + c, of clamped gate and up.  Source: arXiv 2508.10925."""
+    gate = jnp.minimum(x @ gate_up[:, :, 0] + gate_up_bias[None, :, 0], limit)
+    up = jnp.clip(x @ gate_up[:, :, 1] + gate_up_bias[None, :, 1], -limit, limit)
+    return ((up + 1) * gate * jax.nn.sigmoid(alpha * gate)) @ down + down_bias[None, :]
+
+
 def gate_matrix(gates: Float[Array, "t k"], experts: Int[Array, "t k"], size: int) -> Float[Array, "t e"]:
     """g[t, e]: the gate of expert e for token t; 0 if the token did not choose the expert."""
     return jnp.where(_one_hot(experts, size), gates[:, :, None], 0.0).sum(1)
@@ -97,6 +127,22 @@ def mixture(
     if kept is not None:
         gates = jnp.where(kept, gates, 0.0)
     outputs = jax.vmap(swiglu, in_axes=(None, 0, 0))(x, gate_up, down)
+    return jnp.einsum("te,etd->td", gate_matrix(gates, experts, len(down)), outputs)
+
+
+def mixture_with_biases(
+    x: Float[Array, "t d"],
+    gates: Float[Array, "t k"],
+    experts: Int[Array, "t k"],
+    gate_up: Float[Array, "e d f 2"],
+    down: Float[Array, "e f d"],
+    gate_up_bias: Float[Array, "e f 2"],
+    down_bias: Float[Array, "e d"],
+    limit: float = 7.0,
+) -> Float[Array, "t d"]:
+    """sum_e g[t, e] * expert_e(x[t]), of experts with biases and the clamped unit of gpt-oss."""
+    unit = functools.partial(clamped_swiglu, limit=limit)
+    outputs = jax.vmap(unit, in_axes=(None, 0, 0, 0, 0))(x, gate_up, down, gate_up_bias, down_bias)
     return jnp.einsum("te,etd->td", gate_matrix(gates, experts, len(down)), outputs)
 
 

@@ -233,8 +233,10 @@ def test_getters_give_the_shard_of_a_rank():
 def test_getters_give_the_shard_of_a_tensor_that_is_passed():
     def body(mesh, case):
         strategy, rank = hidden_parallel_strategy(mesh, filled()), mesh.rank("cp")
-        getters = strategy.get_dt_bias, strategy.get_A_log, strategy.get_D
-        heads = [getter(torch.arange(4.0) + i).tolist() == [rank + i] for i, getter in enumerate(getters)]
+        full = {name: torch.arange(4.0) + i for i, name in enumerate(("dt_bias", "A_log", "D"))}
+        heads = [
+            getattr(strategy, f"get_{name}")(**{name: full[name]}).tolist() == [rank + i] for i, name in enumerate(full)
+        ]
         return [*heads, strategy.get_D(torch.arange(8.0)).tolist() == [2 * rank, 2 * rank + 1]]
 
     assert on_ranks(body, 4).results == ([True] * 4,) * 4

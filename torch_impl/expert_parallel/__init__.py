@@ -23,9 +23,11 @@ from torch_impl.expert_parallel.capacity import expert_capacity as expert_capaci
 from torch_impl.expert_parallel.capacity import kept_choices as kept_choices
 from torch_impl.expert_parallel.exchange_cost import ExchangeCost as ExchangeCost
 from torch_impl.expert_parallel.exchange_cost import fewest_exchange_bytes as fewest_exchange_bytes
+from torch_impl.expert_parallel.experts import ClampedSwiGLU as ClampedSwiGLU
 from torch_impl.expert_parallel.experts import grouped_product as grouped_product
 from torch_impl.expert_parallel.gradients import sum_gradients as sum_gradients
 from torch_impl.expert_parallel.gradients import sum_layer_gradients as sum_layer_gradients
+from torch_impl.expert_parallel.replay import RoutingReplay as RoutingReplay
 from torch_impl.expert_parallel.routed_experts import routed_experts as routed_experts
 from torch_impl.expert_parallel.routed_experts import shared_experts as shared_experts
 from torch_impl.expert_parallel.router import balanced_bias as balanced_bias

@@ -1,4 +1,4 @@
-"""The experts of one rank: SwiGLU on rows sorted by expert, computed by two grouped products.
+"""The experts of one rank: a gated unit on rows sorted by expert, computed by two grouped products.
 
 A grouped product multiplies each run of rows by its expert's matrix. It is one call of `torch._grouped_mm` where that
 runs, and otherwise one product for each expert, with the same gradients.
@@ -6,6 +6,7 @@ runs, and otherwise one product for each expert, with the same gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from torch_impl.collectives import accumulator, no_autocast
-from torch_impl.contract import OneOf, Rejected, Sharded, ShardedInt, contract, dtype_name
+from torch_impl.contract import Instance, Number, OneOf, Rejected, Sharded, ShardedInt, check, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.expert_parallel.dispatch import SortedChoices
 
@@ -52,12 +53,46 @@ def grouped_product(
 
 
 @dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gated unit of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped.
+
+    gate is at most `limit`, up is between -limit and limit; a clamped number has no gradient. The columns of gate_up
+    alternate: column 2 i is the gate and 2 i + 1 the up of hidden column i, so that a shard has both.
+
+    Errors: ValueError for an alpha or a limit that is not a positive number.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit"):
+            check(Number(0, above=True), f"ClampedSwiGLU: {name}", getattr(self, name))
+
+    def __call__(self, columns: Tensor) -> Tensor:
+        gate, up = columns[..., ::2].clamp(max=self.limit), columns[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+def swiglu(columns: Tensor) -> Tensor:
+    """silu(gate) * up: the gates are the first half of the columns, the ups the second."""
+    gate, up = columns.chunk(2, -1)
+    return silu(gate) * up
+
+
+Activation = Annotated[ClampedSwiGLU, Instance(ClampedSwiGLU, "pass a ClampedSwiGLU, or None for SwiGLU")]
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of this rank's experts, and the implementation of each product."""
+    """The weights of this rank's experts, the unit between them, and the implementation of each product."""
 
     gate_up: Tensor
     down: Tensor
     implementations: tuple[str, str]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    unit: Callable[[Tensor], Tensor] = swiglu
 
     def sums(self, x: Tensor, gates: Tensor, choices: SortedChoices, dtype: torch.dtype) -> Tensor:
         """The sum of the experts' outputs for each token, weighted by its gates, in `dtype`."""
@@ -70,34 +105,56 @@ class ExpertWeights:
         return choices.sums(outputs.to(torch.promote_types(outputs.dtype, dtype))).to(dtype)
 
     def outputs(self, rows: Tensor, counts: Tensor, gates: Tensor | None = None) -> Tensor:
-        """(g * silu(x A) * (x B)) C for rows sorted by expert, with gates g in float32 or wider, 1 by default.
+        """g * (unit(x A + a) C + c) for rows sorted by expert, with gates g in float32 or wider, 1 by default.
 
-        A and B are the halves of gate_up's columns, C is `down`. The gate multiplies the f hidden columns rather than
-        the d output columns, so that its gradient does not need the output.
+        A is gate_up, C is `down`, a and c are their biases. The gate multiplies the f hidden columns rather than the d
+        output columns, so that its gradient does not need the output. With a bias c the result is float32 or wider.
         """
         first, second = self.implementations
-        wide_hidden = _GroupedProduct.apply(rows, self.gate_up, counts, first).to(accumulator(rows.dtype))
-        gate, up = wide_hidden.chunk(2, -1)
-        hidden = silu(gate) * up
+        wide_columns = _GroupedProduct.apply(rows, self.gate_up, counts, first).to(accumulator(rows.dtype))
+        if self.gate_up_bias is not None:
+            wide_columns = wide_columns + _of_rows(self.gate_up_bias, counts, len(rows))
+        hidden = self.unit(wide_columns)
         if gates is not None:
             hidden = hidden * gates[:, None]
-        return _GroupedProduct.apply(hidden.to(rows.dtype), self.down, counts, second)
+        outputs = _GroupedProduct.apply(hidden.to(rows.dtype), self.down, counts, second)
+        if self.down_bias is None:
+            return outputs
+        biases = _of_rows(self.down_bias, counts, len(rows))
+        return outputs + (biases if gates is None else biases * gates[:, None])
 
 
-def checked_weights(x: Tensor, gate_up: Tensor, down: Tensor, backend: str) -> ExpertWeights:
+def _of_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """The bias of each row's expert, in float32 or wider; its gradient is summed there and rounded once."""
+    experts = torch.arange(len(bias), device=bias.device)
+    expert_of_row = experts.repeat_interleave(counts, output_size=rows)
+    return bias.to(accumulator(bias.dtype)).index_select(0, expert_of_row)
+
+
+def checked_weights(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    backend: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ClampedSwiGLU | None = None,
+) -> ExpertWeights:
     """Check the weights against x, as far as the contracts cannot, and choose the products' implementations.
 
     Errors: TypeError for dtypes that differ; ValueError for different devices, no expert, gate_up without twice as many
             columns as down has rows, or a backend that cannot run.
     """
-    check_alike(x=x, gate_up=gate_up, down=down)
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    check_alike(x=x, gate_up=gate_up, down=down, **{name: bias for name, bias in biases.items() if bias is not None})
     _check_some_expert("gate_up", gate_up)
     columns, rows = gate_up.shape[-1], down.shape[-2]
     if columns != 2 * rows:
         sizes = f"gate_up has {columns} columns, down {rows} rows"
         raise Rejected(f"{sizes}; pass gate and up side by side, twice as many columns as rows")
     first, second = (checked_grouped_backend(backend, x, weight) for weight in (gate_up, down))
-    return ExpertWeights(gate_up, down, (first, second))
+    unit = swiglu if activation is None else activation
+    return ExpertWeights(gate_up, down, (first, second), gate_up_bias, down_bias, unit)
 
 
 def _check_some_expert(name: str, weight: Tensor) -> None:

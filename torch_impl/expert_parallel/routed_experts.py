@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, convert
 from torch_impl.collectives.gathers import gather_rows, reduce_scatter_rows
 from torch_impl.collectives.plain import all_gather_concat, all_gather_stack
 from torch_impl.contract import Group, OneOf, Rejected, Sharded, ShardedBool, ShardedInt, contract
 from torch_impl.expert_parallel.dispatch import SortedChoices, destinations, messages_of, sorted_choices
-from torch_impl.expert_parallel.experts import ExpertWeights, GroupedBackend, checked_weights
+from torch_impl.expert_parallel.experts import Activation, ExpertWeights, GroupedBackend, checked_weights
 
 EXCHANGES = ("all_to_all", "all_gather")
 ExchangeName = Annotated[Literal["all_to_all", "all_gather"], OneOf(EXCHANGES)]
@@ -37,6 +37,9 @@ def routed_experts(
     kept: ShardedBool[Tensor, "t/ep/tp k"] | None = None,
     exchange: ExchangeName = "all_to_all",
     backend: GroupedBackend = "auto",
+    gate_up_bias: Sharded[Tensor, "e/ep 2f/tp"] | None = None,
+    down_bias: Sharded[Tensor, "e/ep d tp=I"] | None = None,
+    activation: Activation | None = None,
 ) -> Sharded[Tensor, "t/ep/tp d"]:
     """The sum of the experts' outputs for each token, weighted by its gates, with the experts sharded over ep.
 
@@ -49,6 +52,10 @@ def routed_experts(
     of the two below, whose results differ by rounding only; `fewest_exchange_bytes` tells which sends less. `backend`
     is as in `grouped_product`. Gates have any floating dtype and are sent in float32 or wider.
 
+    With biases a = `gate_up_bias` and c = `down_bias` an expert is (silu(x A + a) * (x B + b)) C + c. Over tp c is
+    replicated and added once, and each rank gets its full gradient: sum it over edp, as the weights'. `activation`
+    replaces SwiGLU; gpt-oss has both biases and `ClampedSwiGLU()`, for which columns of gate and up alternate.
+
     All ranks, including ranks without tokens, must agree on which arguments require a gradient. Gradients are for this
     rank's tokens and weights. `sum_layer_gradients` adds them up over edp, the ranks that replicate an expert.
 
@@ -58,12 +65,16 @@ def routed_experts(
                     counts, 1 of rows, of gates and of choices, and 1 reduce_scatter. Backward no counts, no choices.
         all_gather  over ep, and over tp before it: 1 all_gather of t, of x, of the gates and of the experts, and 1
                     reduce_scatter of all tokens in float32 or wider. Gradients of the gates are reduce_scattered too.
-        Saves the rows of this rank's experts and 5 f columns of each, 4 f of them in float32 or wider.
+        Saves the rows of this rank's experts and 5 f columns of each, 4 f of them in float32 or wider; with a down_bias
+        also d columns of each. Biases are not sent.
     Errors: TypeError for a wrong type or dtypes that differ; ValueError for shapes that do not fit, different devices,
             gate_up without twice as many columns as down has rows, an unknown exchange, or a backend that cannot run.
-    Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless).
+    Source: arXiv 2006.16668 (GShard), 2211.15841 (MegaBlocks, dropless), 2508.10925 (gpt-oss).
     """
-    weights = checked_weights(x, gate_up, down, backend)
+    if down_bias is not None and tp_group is not None:
+        # Each tp rank has a term of an expert's output; the bias is a whole one.
+        down_bias = convert(down_bias, tp_group, src="I", dst="P")
+    weights = checked_weights(x, gate_up, down, backend, gate_up_bias, down_bias, activation)
     if experts.shape[1] == 0:
         raise Rejected("experts has k=0 choices of a token; pass one or more")
     # Wide, so that a gate's gradient, a sum over ranks, is rounded once.

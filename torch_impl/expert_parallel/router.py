@@ -2,6 +2,10 @@
 
 Every rank routes its own tokens and sends nothing. Scores are computed in float32 or wider, because a choice is only as
 exact as the numbers it compares. Ties go to the lower expert id, so that ranks and runs agree.
+
+With `experts`, each router takes these ids instead of its own choice: of the sampler that generated the tokens, or of
+the forward that a backward recomputes (`RoutingReplay`). Gates and their gradients are then of the scores at these ids.
+An id that is no expert's, such as -1 for padding, has a gate of 0 and no gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +19,11 @@ from torch_impl.contract import Finite, PositiveInt, Rejected, Sharded, ShardedI
 
 @contract
 def softmax_top_k(
-    logits: Sharded[Tensor, "... e"], k: PositiveInt, *, norm_topk_prob: bool = False
+    logits: Sharded[Tensor, "... e"],
+    k: PositiveInt,
+    *,
+    norm_topk_prob: bool = False,
+    experts: ShardedIds[Tensor, "... k"] | None = None,
 ) -> tuple[Sharded[Tensor, "... k"], ShardedIds[Tensor, "... k"], Sharded[Tensor, "... e"]]:
     """Softmax, then the k largest: (gates, experts, probabilities), as in Switch, GShard and Qwen3-MoE.
 
@@ -28,16 +36,16 @@ def softmax_top_k(
     Errors: TypeError for logits that are not floating or a k that is not an integer; ValueError for a k outside 1..e.
     Source: arXiv 2101.03961.
     """
-    _check_k(k, logits)
+    _check_k(k, logits, experts)
     probabilities = logits.to(accumulator(logits.dtype)).softmax(-1)
-    experts = _largest(probabilities, k)
-    gates = probabilities.gather(-1, experts)
+    experts = _largest(probabilities, k) if experts is None else experts.long()
+    gates = _at(probabilities, experts, 0.0)
     return _over_their_sum(gates) if norm_topk_prob else gates, experts, probabilities
 
 
 @contract
 def top_k_softmax(
-    logits: Sharded[Tensor, "... e"], k: PositiveInt
+    logits: Sharded[Tensor, "... e"], k: PositiveInt, *, experts: ShardedIds[Tensor, "... k"] | None = None
 ) -> tuple[Sharded[Tensor, "... k"], ShardedIds[Tensor, "... k"], Sharded[Tensor, "... e"]]:
     """The k largest, then a softmax over these alone: (gates, experts, probabilities), as in Mixtral and gpt-oss.
 
@@ -49,10 +57,13 @@ def top_k_softmax(
     Errors: as `softmax_top_k`.
     Source: arXiv 2401.04088.
     """
-    _check_k(k, logits)
+    _check_k(k, logits, experts)
     scores = logits.to(accumulator(logits.dtype))
-    experts = _largest(scores, k)
-    return scores.gather(-1, experts).softmax(-1), experts, scores.softmax(-1)
+    experts = _largest(scores, k) if experts is None else experts.long()
+    gates = _at(scores, experts, -torch.inf).softmax(-1)
+    # The softmax of a row without an expert would be NaN.
+    is_token = _is_expert(experts, logits).any(-1, keepdim=True)
+    return gates.masked_fill(~is_token, 0.0), experts, scores.softmax(-1)
 
 
 @contract
@@ -65,6 +76,7 @@ def sigmoid_top_k(
     chosen_groups: PositiveInt = 1,
     norm_topk_prob: bool = True,
     routed_scaling_factor: Finite = 1.0,
+    experts: ShardedIds[Tensor, "... k"] | None = None,
 ) -> tuple[Sharded[Tensor, "... k"], ShardedIds[Tensor, "... k"], Sharded[Tensor, "... e"]]:
     """Sigmoid scores, a bias that only affects the choice, groups of experts, as in DeepSeek-V3.
 
@@ -81,12 +93,13 @@ def sigmoid_top_k(
             than groups, or a k above the number of experts in the chosen groups.
     Source: arXiv 2412.19437.
     """
-    _check_k(k, logits)
+    _check_k(k, logits, experts)
     _check_groups(logits.shape[-1], k, groups, chosen_groups)
     scores = logits.to(accumulator(logits.dtype)).sigmoid()
     # Biased scores decide the choice and have no gradient; the gates are the scores without the bias.
-    experts = _largest(_within_groups(scores.detach() + bias.detach(), groups, chosen_groups), k)
-    gates = scores.gather(-1, experts)
+    biased = scores.detach() + bias.detach()
+    experts = _largest(_within_groups(biased, groups, chosen_groups), k) if experts is None else experts.long()
+    gates = _at(scores, experts, 0.0)
     gates = _over_their_sum(gates) if norm_topk_prob else gates
     return gates * routed_scaling_factor, experts, _over_their_sum(scores)
 
@@ -107,7 +120,9 @@ def balanced_bias(bias: Sharded[Tensor, "e"], counts: ShardedInt[Tensor, "e"], r
     return bias.detach() + rate * direction.to(bias.dtype)
 
 
-def _check_k(k: int, logits: Tensor) -> None:
+def _check_k(k: int, logits: Tensor, experts: Tensor | None) -> None:
+    if experts is not None and experts.shape[-1] != k:
+        raise Rejected(f"experts has {experts.shape[-1]} ids of a token, k={k}; pass k ids of each token")
     if k > logits.shape[-1]:
         raise Rejected(f"k={k} of e={logits.shape[-1]} experts; choose at most e")
 
@@ -135,5 +150,17 @@ def _within_groups(biased: Tensor, groups: int, chosen_groups: int) -> Tensor:
     return by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(-2)
 
 
+def _is_expert(experts: Tensor, logits: Tensor) -> Tensor:
+    return (experts >= 0) & (experts < logits.shape[-1])
+
+
+def _at(scores: Tensor, experts: Tensor, otherwise: float) -> Tensor:
+    """The scores at these ids; for an id that is no expert's another number, without a gradient."""
+    is_expert = _is_expert(experts, scores)
+    return scores.gather(-1, torch.where(is_expert, experts, 0)).masked_fill(~is_expert, otherwise)
+
+
 def _over_their_sum(x: Tensor) -> Tensor:
-    return x / x.sum(-1, keepdim=True)
+    """x over its sum; of zeros alone, as of padding, zeros."""
+    total = x.sum(-1, keepdim=True)
+    return x / total.masked_fill(total == 0, 1.0)

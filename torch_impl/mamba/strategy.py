@@ -84,23 +84,23 @@ class MixerStrategy:
         bias = self._parameter("conv1d.bias")
         return None if bias is None else self._slice_conv_param(bias)
 
-    def get_dt_bias(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
+    def get_dt_bias(self, dt_bias: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
         """dt_bias of this rank's heads, [heads].
 
-        Slices `tensor` instead if it is passed: a full copy of the parameter, for example in another dtype.
+        Slices `dt_bias` instead if it is passed: a full copy of the parameter, for example in another dtype.
         """
-        return self._slice_vector_param(self._parameter("dt_bias") if tensor is None else tensor)
+        return self._slice_vector_param(self._parameter("dt_bias") if dt_bias is None else dt_bias)
 
-    def get_A_log(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
-        """A_log of this rank's heads, [heads]; slices `tensor` instead if it is passed."""
-        return self._slice_vector_param(self._parameter("A_log") if tensor is None else tensor)
+    def get_A_log(self, A_log: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
+        """A_log of this rank's heads, [heads]; slices `A_log` instead if it is passed."""
+        return self._slice_vector_param(self._parameter("A_log") if A_log is None else A_log)
 
-    def get_D(self, tensor: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
+    def get_D(self, D: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
         """D of this rank's heads: [heads], or [heads * head_dim] if D has one number per channel.
 
-        Slices `tensor` instead if it is passed.
+        Slices `D` instead if it is passed.
         """
-        return self._slice_vector_param(self._parameter("D") if tensor is None else tensor)
+        return self._slice_vector_param(self._parameter("D") if D is None else D)
 
     def ssm_parameters(self) -> SsmParameters:
         """This rank's parameters between the projections."""
