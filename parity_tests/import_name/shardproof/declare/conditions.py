@@ -7,14 +7,16 @@ output, one forward and one backward. The conditions by name, each with its valu
     expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
     frozen           [inputs] that require no gradient
     unused           [outputs] that get no cotangent
-    call_before      dims, layouts, lengths, values and seed of another call, forward and backward, that comes first
+    call_before      dims, dtype, layouts, lengths, values, options and seed of another call, which comes first, forward
+                     and backward
     call_between     the same of a call whose forward comes before the backward of the one that is compared
     second_backward  true: the graph is retained, and the gradients of the second backward are compared
     one_storage      true: the inputs are views of one buffer
     same_tensor      [a, b]: two inputs of equal values and one storage
     no_grad          true: only the forward, under torch.no_grad()
     inference_mode   true: the same under torch.inference_mode()
-    overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage
+    overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage; and
+                     into all tensors of a call before
 
 A tensor is an input's name, or `cotangent NAME` for an output.
 """
@@ -84,9 +86,13 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
         views = {"transposed": "a transposed view", "stepped": "a strided view"}
         return [f"{_tensor(tensor)} is {views[kind]}" for tensor, kind in value.items()]
     if name in OTHER_CALLS:
-        other = "sizes" if value["dims"] != case.dims else "values"
-        first = f"the function was called with other {other} before"
-        return [first if name == "call_before" else f"the function is called again with other {other} before backward"]
+        with_other = f"with {_difference(value, case)}"
+        before = name == "call_before"
+        return [
+            f"the function was called {with_other} before"
+            if before
+            else f"the function is called again {with_other} before backward"
+        ]
     if name == "same_tensor":
         return [f"{value[0]} and {value[1]} are the same tensor"]
     each = {
@@ -105,6 +111,19 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
             "overwritten": "the caller overwrites its inputs afterwards",
         }[name]
     ]
+
+
+def _difference(record: Mapping[str, Any], case: CaseSpec) -> str:
+    """In what another call differs from the case, beside its values: `other sizes`, `chunk_size=4`."""
+    if record["dims"] != case.dims:
+        return "other sizes"
+    if record.get("dtype", case.dtype) != case.dtype:
+        return f"{record['dtype']} inputs"
+    if record["lengths"] != case.lengths or record["layouts"] != case.layouts:
+        return "other lengths"
+    options = record.get("options", case.options)
+    changed = [f"{name}={value!r}" for name, value in options.items() if value != case.options.get(name)]
+    return " and ".join(changed) or "other values"
 
 
 def _tensor(label: str) -> str:
@@ -129,7 +148,7 @@ def without_other_calls(case: CaseSpec) -> CaseSpec:
 
 
 def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
-    """The case of the call before or between, without conditions, on the same mesh with the same options."""
+    """The case of the call before or between, without conditions, on the same mesh."""
     record = case.conditions.get(name)
     return None if record is None else case.replace(**record, conditions={})
 
@@ -141,7 +160,7 @@ def other_cases(case: CaseSpec) -> list[CaseSpec]:
 
 def record_of(case: CaseSpec) -> dict[str, Any]:
     """The fields of a case that `other_case` needs."""
-    return {name: getattr(case, name) for name in ("dims", "layouts", "lengths", "values", "seed")}
+    return {name: getattr(case, name) for name in ("dims", "dtype", "layouts", "lengths", "values", "options", "seed")}
 
 
 def has_gradients(case: CaseSpec, name: str) -> bool:
