@@ -122,6 +122,7 @@ def scheme(
     assume: Callable[[CaseSpec], Any] | None = None,
     isolate: tuple[str, ...] = (),
     excluded_conditions: tuple[str, ...] | None = None,
+    nan_cotangents: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Scheme]:
     """Declare that the decorated per-rank function computes `reference`.
 
@@ -149,7 +150,9 @@ def scheme(
     the function, on every engine; `around(mesh)` returns a context manager, which each rank enters for forward and
     backward. `isolate` names further modules and packages with separate globals for each rank of lockstep, like the
     scheme's own file and its imports. `excluded_conditions` names the calling conditions that the function does not
-    support; by default `inference_mode` and `overwritten`.
+    support; by default `inference_mode` and `overwritten`. `nan_cotangents` names outputs with rows that no gradient
+    depends on, as those of padding, each with a function `(case, shape)` that is true for these rows: a function must
+    not read their cotangents, which are NaN in half of the cases.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for every mistake that can be known by then. TypeError
     for an unknown keyword, with the nearest known one.
@@ -179,6 +182,7 @@ def scheme(
             validation.check_draws(leaves, user_draws, dims or {}, errors)
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
+        errors.of(validation.check_nan_cotangents, nan_cotangents or {}, results)
         errors.of(validation.check_precision, roundings, sums, inside)
         errors.raise_all()
         return Scheme(
@@ -209,6 +213,7 @@ def scheme(
             assume=assume,
             isolate=tuple(isolate),
             excluded_conditions=excluded,
+            nan_cotangents=dict(nan_cotangents or {}),
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

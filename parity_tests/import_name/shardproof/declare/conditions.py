@@ -17,6 +17,7 @@ output, one forward and one backward. The conditions by name, each with its valu
     inference_mode   true: the same under torch.inference_mode()
     overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage; and
                      into all tensors of a call before
+    nan_cotangents   [outputs] whose cotangent is NaN in the rows that the scheme declares as not read
 
 A tensor is an input's name, or `cotangent NAME` for an output.
 """
@@ -41,6 +42,7 @@ CONDITIONS = (
     "no_grad",
     "inference_mode",
     "overwritten",
+    "nan_cotangents",
 )
 # A scheme may also exclude this: a mesh that is part of a larger world, which is an extra axis and not a calling
 # condition.
@@ -95,6 +97,8 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
         ]
     if name == "same_tensor":
         return [f"{value[0]} and {value[1]} are the same tensor"]
+    if name == "nan_cotangents":
+        return [f"the cotangent of {tensor} is NaN in rows that are not read" for tensor in value]
     each = {
         "expanded": "{} is an expanded view, of stride 0",
         "frozen": "{} requires no gradient",
@@ -135,7 +139,7 @@ def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
     for name in case.conditions:
         yield case.replace(conditions=_without(case.conditions, name))
     for name, value in case.conditions.items():
-        if name in ("strided", "expanded", "frozen", "unused") and len(value) > 1:
+        if name in ("strided", "expanded", "frozen", "unused", "nan_cotangents") and len(value) > 1:
             for tensor in value:
                 rest = {k: v for k, v in value.items() if k != tensor} if isinstance(value, Mapping) else None
                 rest = [other for other in value if other != tensor] if rest is None else rest

@@ -57,7 +57,7 @@ class Draw:
     kinds: tuple[str, ...] = ()
     low: int = 0
     high: int = 0
-    ignore: int | None = None
+    ignore: int | tuple[int, ...] | None = None
     padded: bool = False
     empty: bool = True  # whether a sequence may have no token
     full_rows: bool = False
@@ -239,8 +239,8 @@ def token_below(dim: str) -> Draw:
     return Draw("ids", dim)
 
 
-def ids(dim: str, ignore: int | None = None) -> Draw:
-    """Token ids like `token_below`, some replaced by `ignore` (such as -100)."""
+def ids(dim: str, ignore: int | tuple[int, ...] | None = None) -> Draw:
+    """Token ids like `token_below`, some replaced by `ignore` (such as -100), or each of these by one of several."""
     return Draw("ids", dim, ignore=ignore)
 
 

@@ -58,6 +58,7 @@ class Program:
     module: str | None = None
     arrays: Mapping[str, np.ndarray] | None = None  # full inputs in place of the drawn ones
     cotangents: Mapping[str, np.ndarray] | None = None
+    nan_cotangents: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,6 +84,7 @@ class Program:
             scheme.module,
             arrays,
             cotangents,
+            scheme.nan_cotangents,
         )
 
     @property
@@ -159,7 +161,8 @@ class Program:
         """The cotangent of an output, given or drawn; read-only."""
         if self.cotangents and arg.name in self.cotangents:
             return self.cotangents[arg.name]
-        return inputs.once_for_case(case, ("cotangent", arg.name), arg, partial(inputs.cotangent, arg, case))
+        build = partial(inputs.cotangent, arg, case, self.nan_cotangents.get(arg.name))
+        return inputs.once_for_case(case, ("cotangent", arg.name), arg, build)
 
     def addends(self, arg: Argument, case: CaseSpec, role: str) -> np.ndarray:
         """The addends of an input or a cotangent, one for each rank of the axes that it is summed over."""
