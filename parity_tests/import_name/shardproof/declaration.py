@@ -112,6 +112,7 @@ def scheme(
     roundings: int = 1,
     sums: str | None = None,
     inside: str | None = None,
+    ties: str | None = None,
     cost: Callable[..., Cost | Sequence[Cost]] | None = None,
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
@@ -144,6 +145,8 @@ def scheme(
     bfloat16 is then a mismatch, which the default budget allows; `roundings` then counts values stored in float32.
     `inside="bfloat16"` says that intermediates are narrower than the tested dtype, as in an iteration that always runs
     in it.
+    `ties="ordered"` promises which of equal inputs comes first, as in a stable sort: another order is then a mismatch,
+    which is undecided by default.
     `modifies` names inputs that the function overwrites; the reference returns their new values after the outputs.
     `module` names the tree of parameters of a module; the function runs its backward itself and returns the module
     last. `random=True` says that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before
@@ -184,6 +187,7 @@ def scheme(
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
         errors.of(validation.check_nan_cotangents, nan_cotangents or {}, results)
         errors.of(validation.check_precision, roundings, sums, inside)
+        errors.of(validation.check_ties, ties)
         errors.raise_all()
         return Scheme(
             name=name,
@@ -203,6 +207,7 @@ def scheme(
             roundings=roundings,
             sums=sums,
             inside=inside,
+            ties=ties,
             cost=cost,
             engines=tuple(engines),
             replicas=replicas,

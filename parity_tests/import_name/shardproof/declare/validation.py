@@ -298,6 +298,11 @@ def check_precision(roundings: Any, sums: Any, inside: Any, errors: DeclarationE
         )
 
 
+def check_ties(ties: Any, errors: DeclarationErrors) -> None:
+    if ties not in (None, "ordered"):
+        raise errors(f"ties is {ties!r}; write 'ordered', or leave it out")
+
+
 def check_choices(
     dtypes: Sequence[str],
     engines: Sequence[str],
