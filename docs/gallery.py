@@ -19,6 +19,7 @@ lines and kinds of actions have colours of their own. All three sets stay apart 
 # A file of docs/images, the light one of two, one line, and the command that makes it.
 PICTURES = (
     ("layouts.svg", "Four layouts of one dim over four ranks, and the causal work of each.", "python docs/images.py"),
+    ("report.png", "The page of a verdict: the collective that is one too many.", "python docs/report_picture.py"),
     ("spec.svg", "Spec strings: who holds what, and how gradients come back.", "python docs/images.py"),
     (
         "schedule.svg",
@@ -132,11 +133,12 @@ def files() -> dict[str, bytes]:
 
 
 def shown(name: str, caption: str) -> str:
-    """The lines that show a file of docs/images; an SVG has a dark one beside it."""
+    """The lines that show a file of docs/images, and the dark one beside it if there is one."""
     path = f"images/{name}"
     if not (ROOT / "docs" / path).exists():
         return "Not drawn in this build, since it takes minutes.\n"
-    return themes.directives(path, caption) if name.endswith(".svg") else f"![{caption}]({path})\n"
+    has_twin = themes.path_of(ROOT / "docs" / path, "dark").exists()
+    return themes.directives(path, caption) if has_twin else f"![{caption}]({path})\n"
 
 
 def page() -> str:

@@ -114,7 +114,7 @@ REJECTED = [
         "weight is [3, 2] but logits has v/tp=4: v/tp differs, 2 and 4",
     ),
     (ValueError, (LOGITS, IDS), {"temperature": 0}, "temperature=0 must be positive"),
-    (ValueError, (LOGITS, IDS), {"temperature": float("nan")}, "temperature=nan must be positive"),
+    (ValueError, (LOGITS, IDS), {"temperature": float("nan")}, "temperature=nan must be finite"),
     (ValueError, (LOGITS, IDS), {"temperature": float("inf")}, "temperature=inf must be finite"),
     (ValueError, (LOGITS, IDS), {"temperature": np.float64("inf")}, "temperature=inf must be finite"),
     (ValueError, (LOGITS, IDS), {"temperature": np.float32("inf")}, "temperature=inf must be finite"),

@@ -2,9 +2,11 @@
 
 import jax.numpy as jnp
 import pytest
+import torch
 
 from jax_ref.mamba import causal_conv
 from parity_tests.mamba.uneven import TOKENS, uneven, uneven_layout
+from parity_tests.rejections import rejected
 from shardproof import Cost, integers, offsets, scheme, values
 from torch_impl.mamba import causal_conv_over_cp, convolution_halo
 
@@ -148,3 +150,20 @@ def halo_contiguous(mesh, x, chunks, taps):
 @pytest.mark.cases(8)
 def halo_in_dual_chunk_swap(mesh, x, chunks, taps):
     return convolution_halo(x, len(taps) + 1, mesh["cp"])
+
+
+REJECTED = (
+    (
+        "no taps",
+        lambda mesh: causal_conv_over_cp(torch.zeros(1, 4, 3), torch.zeros(3, 0), mesh["cp"]),
+        "mamba.causal_conv_over_cp: weight is [3, 0]; a convolution has at least one tap, [c, k]",
+        ValueError,
+    ),
+    (
+        "offsets in a list",
+        lambda mesh: convolution_halo(torch.zeros(1, 4, 3), 4, mesh["cp"], cu_seqlens=[0, 8]),
+        "mamba.convolution_halo: cu_seqlens is a list; pass a Tensor",
+        TypeError,
+    ),
+)
+test_rejections = rejected({"cp": 2}, REJECTED)

@@ -231,14 +231,19 @@ def test_a_sequence_in_two_calls_is_one_sequence():
     assert torch.equal(whole, parts) and torch.equal(last, state)
 
 
-def test_ranks_without_any_token_send_nothing_and_keep_the_state():
+def test_ranks_without_any_token_keep_the_state_and_its_gradient():
     def body(mesh, case):
-        out, state = called(mesh, *(x[:, :0] for x in TENSORS), initial_state=STATE, output_final_state=True)
+        initial = STATE.clone().requires_grad_()
+        out, state = called(mesh, *(x[:, :0] for x in TENSORS), initial_state=initial, output_final_state=True)
         _, zero = called(mesh, *(x[:, :0] for x in TENSORS), output_final_state=True)
-        return out.shape, torch.equal(state, STATE), torch.equal(zero, 0 * STATE)
+        state.backward(STATE)
+        return out.shape, torch.equal(state, STATE), torch.equal(zero, 0 * STATE), initial.grad
 
     ranks = on_ranks(body)
-    assert ranks.results == ((VALUE[:, :0].shape, True, True),) * 2 and ranks.ledger.rows == []
+    assert [result[:3] for result in ranks.results] == [(VALUE[:, :0].shape, True, True)] * 2
+    # The gradient is a term of each rank. The terms of both add up to the cotangent.
+    assert torch.equal(sum(result[3] for result in ranks.results), STATE)
+    assert [row.op for row in ranks.ledger.rows] == ["all_reduce"] * 2
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -286,7 +291,19 @@ REJECTED = [
         lambda m: called(m, key=KEY[:, :6]),
         "key is [1, 6, 2, 3] but query has s/cp:LAYOUT=24: s/cp:LAYOUT differs, 6 and 24",
     ),
-    (lambda m: called(m, QUERY[:, :, :0], KEY[:, :, :0]), "value has 2 heads; they must be a multiple of key's 0"),
+    (
+        lambda m: called(m, QUERY[:, :, :0], KEY[:, :, :0]),
+        "value has 2 heads; they must be a positive multiple of key's 0",
+    ),
+    (
+        lambda m: called(m, value=VALUE[:, :, :0], g=G[:, :, :0], beta=BETA[:, :, :0]),
+        "value has 0 heads; they must be a positive multiple of key's 2",
+    ),
+    (lambda m: called(m, scale=float("nan")), "scale=nan must be finite"),
+    (
+        lambda m: called(m, cu_seqlens=torch.tensor([[0, 48]])),
+        "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]",
+    ),
     (
         lambda m: called(m, g=G[..., None].expand(1, T, HEADS, 2)),
         "g is [1, 24, 2, 2]; pass one decay per head, or one per channel, [b, s, h, 3]",

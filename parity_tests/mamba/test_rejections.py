@@ -127,7 +127,7 @@ PASSING = [
         "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
 ]
-OFFSETS = [  # real ones, the offsets of one rank, and lengths that two ranks cannot share
+OFFSETS = [  # real ones, the offsets of one rank, lengths that two ranks cannot share
     ([0, 7, 22], "cu_seqlens ends at 22 but the stream holds 24 tokens; pass the padded offsets"),
     ([0, 4, 12], "cu_seqlens ends at 12 but the stream holds 24 tokens; pass the padded offsets"),
     (
@@ -255,6 +255,7 @@ OF_ANOTHER_KIND = (
         lambda strategy: strategy().mix(STREAM, torch.tensor([0.0, 24.0])),
         "cu_seqlens: dtype is float32; offsets are integers",
     ),
+    (lambda strategy: strategy().mix(STREAM, [0, 24]), "cu_seqlens is a list; pass a Tensor"),
     (lambda strategy: strategy().mix(STREAM, "ab"), "cu_seqlens='ab' are not offsets; pass a row of integers"),
 )
 STRATEGIES = {"MambaContextParallel": hidden_parallel_strategy, "MambaStatePassing": state_passing_strategy}

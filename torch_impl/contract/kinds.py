@@ -88,12 +88,11 @@ class Number:
                 return TypeProblem(f"={value!r} is {type_name(value)}; pass an int{self.remedy}")
         elif not _is_real(value):
             return TypeProblem(f"={value!r} is {type_name(value)}; pass a number{self.remedy}")
-        # `not` also rejects NaN, which compares as False.
+        if not (self.integer or _is_symbolic(value) or _is_finite(value)):
+            return f"={value} must be finite{self.remedy}"
         if not (value > self.low if self.above else value >= self.low):
             rule = "be positive" if self.above and self.low == 0 else f"be at least {self.low:g}"
             return f"={value} must {rule}{self.remedy}"
-        if not (self.integer or _is_symbolic(value) or _is_finite(value)):
-            return f"={value} must be finite{self.remedy}"
         return None
 
 

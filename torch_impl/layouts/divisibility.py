@@ -164,6 +164,14 @@ def offsets_of(name: str, values: Tensor | Sequence[int]) -> Tensor:
     return offsets
 
 
+def check_tensor_of_offsets(name: str, values: Tensor) -> None:
+    """Reject a list, another shape than a row, or another dtype than integers. Does not wait for the device."""
+    offsets = offsets_of(name, values)
+    if not isinstance(values, Tensor):
+        raise Rejected(f"{name} is {type_name(values)}; pass a Tensor", TypeError)
+    check_row(name, offsets, Rejected)
+
+
 def check_row(name: str, offsets: Tensor, error: type[ValueError] = ValueError) -> None:
     """Validate shape and dtype of offsets, without reading their values: one row of integers."""
     if offsets.dim() != 1 or not len(offsets):

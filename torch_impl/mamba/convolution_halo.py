@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather, large_tensors
-from torch_impl.contract import Group, PositiveInt, Sharded, contract
+from torch_impl.contract import Group, PositiveInt, Rejected, Sharded, contract
 from torch_impl.mamba.mix import convolution
 from torch_impl.mamba.segments import IN_ORDER, Halo, halo_of, with_zeros
 from torch_impl.mamba.token_layouts import Order, shard_layout
@@ -78,6 +78,8 @@ def causal_conv_over_cp(
             convolution copies x for each of the k taps, unless causal-conv1d's kernel runs.
     Errors: as `convolution_halo`; ValueError if weight or bias does not fit x.
     """
+    if not weight.shape[1]:
+        raise Rejected(f"weight is {list(weight.shape)}; a convolution has at least one tap, [c, k]")
     tokens = shard_layout(layout, "x", x, cu_seqlens, cp_group)
     if not tokens.total:
         return x

@@ -62,7 +62,8 @@ def gated_delta_rule(
 
     Cost:   forward 1 all_gather of b * r * h * k * (k + v) elements in float32 or wider, backward 1 of
             b * r * h * k * v; r is 1 for contiguous, 2 per sequence for dual_chunk_swap. Nothing depends on s. None in
-            a group of one. With output_final_state 1 all_reduce of n * h * k * v forward, none backward.
+            a group of one, or if no rank has a token. With output_final_state 1 all_reduce of n * h * k * v forward,
+            none backward; none for 0 tokens from no states.
             Per head and chunk of c tokens c^2 (3 k + 2 v) + c k (3 v + 2 k) + k^2 (k + v) multiplications or so, and
             with a decay per channel c^2 k exponentials: then choose a chunk_size of 16. Saves the states at the border
             of each chunk and the factors of each chunk; over ranks also k^2 elements per chunk and head.
@@ -72,8 +73,8 @@ def gated_delta_rule(
     Source: arXiv 2412.06464, section 3; the conventions of transformers' Qwen3-Next. Decay per channel: 2510.26692.
     """
     # 1. Check the heads, the layout and the states, as far as the contract cannot.
-    if not key.shape[2] or value.shape[2] % key.shape[2]:
-        raise Rejected(f"value has {value.shape[2]} heads; they must be a multiple of key's {key.shape[2]}")
+    if not key.shape[2] or not value.shape[2] or value.shape[2] % key.shape[2]:
+        raise Rejected(f"value has {value.shape[2]} heads; they must be a positive multiple of key's {key.shape[2]}")
     if g.shape[3:] not in ((), key.shape[3:]):
         raise Rejected(f"g is {list(g.shape)}; pass one decay per head, or one per channel, [b, s, h, {key.shape[3]}]")
     tokens = shard_layout(layout, "query", query, cu_seqlens, cp_group)
@@ -82,7 +83,9 @@ def gated_delta_rule(
         raise Rejected(f"initial_state has {len(initial_state)} states; pass one for each of {b * sequences} sequences")
     initial = None if initial_state is None else initial_state.to(wide).unflatten(0, (b, sequences))
     if not tokens.total:
-        return value, _final_without_tokens(initial, b * sequences, key, value) if output_final_state else None
+        return value, _final_without_tokens(
+            initial, b * sequences, key, value, cp_group
+        ) if output_final_state else None
     # 2. The chunks of this rank's runs, each as a function of the state that enters it.
     runs = runs_of(tokens, chunk_size, query.device)
     factor = max(query.shape[3], 1) ** -0.5 if scale is None else scale
@@ -240,9 +243,12 @@ def _final_terms(leaving: Float[Tensor, "b r h k v"], runs: Runs, sequences: int
 
 
 def _final_without_tokens(
-    initial: Tensor | None, sequences: int, key: Tensor, value: Tensor
+    initial: Tensor | None, sequences: int, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> Float[Tensor, "n h k v"]:
+    """The final states of sequences without tokens: the initial ones, or 0."""
     if initial is not None:
-        return initial.flatten(0, 1)
+        # One rank passes them on: the gradient of initial_state is a term, and the terms of all ranks are summed.
+        is_first = torch.tensor(group.rank() == 0, device=initial.device)
+        return all_reduce(torch.where(is_first, initial.flatten(0, 1), 0.0), group)
     shape = sequences, value.shape[2], key.shape[3], value.shape[3]
     return value.new_zeros(shape, dtype=accumulator(value.dtype))
