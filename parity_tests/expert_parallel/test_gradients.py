@@ -119,7 +119,10 @@ def cost_of_sums(c):
 )
 def summed_gradients(mesh, weight, bias, stored, is_listed_twice):
     """Each rank has its own gradient, or none where all of it is 0; a tied parameter is listed twice."""
-    laid_out = {"plain": lambda x: x.clone(), "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT}[stored]
+    laid_out = {
+        "plain": lambda x: x.clone(),
+        "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
+    }[stored]
     parameters = [torch.nn.Parameter(torch.zeros_like(x[0])) for x in (weight, bias)]
     for parameter, gradient in zip(parameters, (laid_out(weight[0]), bias[0].clone()), strict=True):
         parameter.grad = gradient if gradient.any() else None

@@ -261,9 +261,7 @@ def computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, kind):
 @scheme(
     reference=tables_of(lambda g, size, ranks: g * ranks // size), outputs=(*["t/cp"] * 3, "r/cp n", "t"), **OF_STREAM
 )
-def tables_of_contiguous_stream(
-    mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound
-) -> StreamTables:
+def tables_of_contiguous_stream(mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound) -> StreamTables:
     return computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, "contiguous")
 
 

@@ -75,7 +75,9 @@ def norm_of_groups(y, weight, groups):
     roundings=3,  # the mean of squares, its root, the normed values
 )
 def normed(mesh, y, weight, groups):
-    return functional_call(GroupedNorm(len(weight), groups, EPS, device="meta", dtype=weight.dtype), {"weight": weight}, y)
+    return functional_call(
+        GroupedNorm(len(weight), groups, EPS, device="meta", dtype=weight.dtype), {"weight": weight}, y
+    )
 
 
 GIVEN = {"d_model": 5, "num_heads": 4, "head_dim": 3, "n_groups": 2, "d_state": 2}

@@ -1,4 +1,4 @@
-"""Drawn token ids of which some are no token, and where they are. No JAX: ranks build their inputs and cotangents by it."""
+"""Drawn ids of which some are no token, and where they are. No JAX: ranks build their cotangents by it."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import torch
 
 from jax_ref.vocab_parallel import gather_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, ignored
+from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, ids, scheme
+from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp

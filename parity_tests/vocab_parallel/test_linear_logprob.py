@@ -9,7 +9,7 @@ from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, ids, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather, all_reduce

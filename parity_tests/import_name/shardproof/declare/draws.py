@@ -227,8 +227,8 @@ def values(
 ) -> Draw:
     """Floating values of the given kinds, some at the borders of shards; by default, all general kinds.
 
-    `positive`, `uniform` (in [0, 1)), `sorted`, `probabilities` (along the last dim) and `nan` (a fifth of the numbers) are
-    drawn only if named.
+    `positive`, `uniform` (in [0, 1)), `sorted`, `probabilities` (along the last dim) and `nan` (a fifth of the numbers)
+    are drawn only if named.
     `full_rows` lets a mask cover a full row. `nan_rows(case, shape)` is true for rows of padding, whose values a
     function must not read: they are NaN in half of the cases.
     """

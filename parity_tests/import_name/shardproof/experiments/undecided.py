@@ -6,8 +6,8 @@ predicts, and both are right. So before a mismatch is reported, the reference is
 case, with finite steps. The case is undecided if every wrong element lies within the range of the reference's values
 there, each with its budget there; an element that the reference never comes near is wrong, however the reference jumps.
 
-A scheme with `ties="ordered"` has no undecided case: it promises which of equal inputs comes first, and computes nothing
-that it compares.
+A scheme with `ties="ordered"` has no undecided case: it promises which of equal inputs comes first, and compares inputs
+alone, which are exact.
 
 Gradients also depend on conventions: libraries differ in the gradient they return where none exists, as for a root at
 0.
