@@ -61,6 +61,19 @@ def numbered_in_stripes(mesh, x):
 
 @scheme(
     reference=meanings.numbered,
+    mesh={"cp": (1, 2, 3), "tp": (1, 2)},
+    inputs={"x": "s/cp:dual_chunk_swap/tp d"},
+    outputs="s/cp:dual_chunk_swap/tp d",
+    sums="float32",
+    cost=lambda case: Cost(),
+)
+def numbered_over_two_axes(mesh, x):
+    """Two chunks on each rank of cp, in blocks over tp."""
+    return numbered(x, mesh.global_ids("s"))
+
+
+@scheme(
+    reference=meanings.numbered,
     mesh=RANKS,
     inputs={"x": "s/cp:dual_chunk_swap d"},
     outputs="s/cp:dual_chunk_swap d",
@@ -131,6 +144,7 @@ SCHEMES = (
     numbered_in_ragged_blocks,
     numbered_in_stripes,
     numbered_in_swapped_chunks,
+    numbered_over_two_axes,
     numbered_in_sequences,
     gathered_in_order,
     gathered_from_stripes,

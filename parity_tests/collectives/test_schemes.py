@@ -60,6 +60,11 @@ def exchange_cost(case):
     return Cost(forward=once, backward=once)
 
 
+def exchange_along_cost(case):
+    once = {"all_to_all": (1, case.a * (case.tp + 1) * case.itemsize)}
+    return Cost(forward=once, backward=once)
+
+
 def broadcast_cost(to_replicated):
     def cost(case):
         back = {"reduce": (1, case.a * case.accumulator_itemsize)} if to_replicated else {}
@@ -221,6 +226,33 @@ def exchange_along_one_dim(mesh, x, beside):
     return c.all_to_all(x, mesh["tp"], split_dim=1, concat_dim=-1, split_lengths=sent, concat_lengths=received)
 
 
+def pieces(world):
+    """How many columns rank i sends to rank j, and j to i: all rows add up to world + 1."""
+    ranks = np.arange(world)
+    return 1 + ((ranks[:, None] + ranks[None]) % world == 0)
+
+
+def exchanged_pieces(x, mesh):
+    sizes = pieces(mesh["tp"])
+    starts = np.cumsum(sizes, 1) - sizes + (mesh["tp"] + 1) * np.arange(mesh["tp"])[:, None]
+    order = [np.arange(starts[i, j], starts[i, j] + sizes[i, j]) for j in range(len(sizes)) for i in range(len(sizes))]
+    return x[:, np.concatenate(order)]
+
+
+@scheme(
+    reference=exchanged_pieces,
+    mesh=WORLDS,
+    inputs={"x": "a b/tp"},
+    outputs="a b/tp",
+    dims={"b": "tp*tp+tp"},
+    cost=exchange_along_cost,
+)
+def exchange_of_equal_pairs(mesh, x):
+    """Without concat_lengths a rank receives from each other one as much as it sends there."""
+    sent = pieces(mesh.size("tp"))[mesh.rank("tp")].tolist()
+    return c.all_to_all(x, mesh["tp"], split_dim=1, concat_dim=1, split_lengths=sent)
+
+
 @scheme(
     reference=meanings.first_row_of_shard,
     mesh=WORLDS,
@@ -315,6 +347,7 @@ SCHEMES = (
     exchange,
     uneven_exchange,
     exchange_along_one_dim,
+    exchange_of_equal_pairs,
     broadcast_to_replicated,
     broadcast_to_invariant,
     neighbours_row,

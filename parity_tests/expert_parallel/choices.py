@@ -23,8 +23,8 @@ def _experts(generator, shape, case):
     experts = order.argsort(-1)[..., :k]
     each = (*tokens, k if load == "dropped" else 1)
     is_missing = generator.random(each) < (0.4 if load in ("missing", "dropped") else 0.0)
-    # Numbers of no expert: padding usually has -1, and any below 0 or beyond the last expert is one.
-    of_none = generator.choice((-1, -2, size, size + 1), is_missing.shape)
+    # Numbers of no expert: padding usually has -1, and any below 0 or beyond the last expert is one, in 64 bits.
+    of_none = generator.choice((-1, -2, -(2**40), size, size + 1, 2**40), is_missing.shape)
     return np.where(is_missing, of_none, experts).astype(np.int64)
 
 

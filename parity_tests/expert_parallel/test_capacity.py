@@ -23,6 +23,7 @@ DECLARED = dict(
     draw={"gates": values("normal", "ties", "zeros", "uniform"), "experts": chosen_experts()},
     dtypes=("float32", "bfloat16", "float64"),
     nograd=("gates", "logits"),
+    ties="ordered",
 )
 
 

@@ -43,12 +43,13 @@ def shares(generator, shape, case):
     dtypes=("float32", "bfloat16", "float64", "float16"),
     reduction=("d",),
     sums="float32",
-    rank_options={"backend": ("auto", "eager")},
+    rank_options={"backend": ("auto", "eager"), "autocast": (False, True)},
     cost=lambda c: Cost(),
 )
 @pytest.mark.cases(60)
-def grouped(mesh, x, weight, counts: Int[Tensor, "e"], backend):
-    return grouped_product(x, weight, counts, backend=backend)
+def grouped(mesh, x, weight, counts: Int[Tensor, "e"], backend, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return grouped_product(x, weight, counts, backend=backend)
 
 
 COUNTS = torch.tensor([3, 0, 5])

@@ -6,7 +6,7 @@ import torch
 
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.expert_module import BALANCE, Z, over_all, trained, trained_on_sequences
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.expert_parallel import sum_gradients, sum_layer_gradients
 
@@ -94,7 +94,44 @@ def step_over_cp_and_ep(mesh, x, parameters, k, exchange):
     return trained_on_sequences(mesh, x, parameters, k, exchange)
 
 
-SCHEMES = (step_of_expert_layer, step_over_cp_and_ep)
+def sums_over_ranks(weight, bias):
+    return weight.sum(0), bias.sum(0)
+
+
+def cost_of_sums(c):
+    once = (1, (c.a + 1) * c.b * c.accumulator_itemsize)
+    return Cost(forward={"all_reduce/edp": once, "all_reduce/ep": once})
+
+
+@scheme(
+    reference=sums_over_ranks,
+    mesh={"edp": (1, 2), "ep": (1, 2, 3)},
+    inputs={"weight": "n/edp/ep a b", "bias": "n/edp/ep b"},
+    outputs=("a b edp=I ep=I", "b edp=I ep=I"),
+    dims={"n": "edp*ep"},
+    draw=dict.fromkeys(("weight", "bias"), values("normal", "zeros", "ties")),
+    nograd=("weight", "bias"),
+    rank_options={"stored": ("plain", "transposed"), "is_listed_twice": (False, True)},
+    dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
+    reduction=("n",),
+    cost=cost_of_sums,
+)
+def summed_gradients(mesh, weight, bias, stored, is_listed_twice):
+    """Each rank has its own gradient, or none where all of it is 0; a tied parameter is listed twice."""
+    laid_out = {
+        "plain": lambda x: x.clone(),
+        "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
+    }[stored]
+    parameters = [torch.nn.Parameter(torch.zeros_like(x[0])) for x in (weight, bias)]
+    for parameter, gradient in zip(parameters, (laid_out(weight[0]), bias[0].clone()), strict=True):
+        parameter.grad = gradient if gradient.any() else None
+    listed = parameters * 2 if is_listed_twice else parameters
+    sum_gradients(listed, [mesh["edp"], mesh["ep"]])
+    return tuple(parameter.grad for parameter in parameters)
+
+
+SCHEMES = (step_of_expert_layer, step_over_cp_and_ep, summed_gradients)
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)

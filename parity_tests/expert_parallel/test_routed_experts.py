@@ -22,6 +22,14 @@ WEIGHTS = {"gate_up": "e/ep d two f", "down": "e/ep f d"}
 SIZES = {"k": (1, 2, 3), "e": (4, 8), "d": (4, 3, 8), "f": (4, 8, 2), "two": (2,)}
 RANKS = (1, 2, 3, 4, 5, 7)
 ON_EACH = {**SIZES, "e": "h*ep", "h": (4, 1, 2)}  # h experts of each rank, whose number may be prime
+MANY = {**ON_EACH, "h": (4, 1, 2, 128, 256)}  # more than 8 bits number, with or without a sign
+
+
+def are_possible(c):
+    """Whether a token has k experts to choose from; many experts are on one rank."""
+    return c.k <= c.e and (c.h < 128 or (c.ep == 1 and c.d == 4 and c.f == 4))
+
+
 DRAW = {
     **dict.fromkeys(("x", "gates", "gate_up", "down"), NUMBERS),
     "experts": chosen_experts(),
@@ -60,8 +68,8 @@ def flat(gate_up):
     inputs=RAGGED,
     outputs="t/ep:ragged d",
     cost=lambda c: cost_by_all_to_all(routed_over_ep, c),
-    assume=lambda c: c.k <= c.e,
-    **{**DECLARED, "dims": ON_EACH},
+    assume=are_possible,
+    **{**DECLARED, "dims": MANY},
 )
 def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tensor, "t k"], gate_up, down, backend):
     return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], kept=kept, backend=backend)

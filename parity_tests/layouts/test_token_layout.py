@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import ceil_lengths, check_partition, reference
-from shardproof import CaseSpec, Cost, check_cases, integers, offsets, scheme
+from shardproof import CaseSpec, Cost, check_cases, drawn, integers, offsets, scheme
 from shardproof.engines.engines import run
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.index_arrays import contiguous, dual_chunk_swap, ragged, striped
@@ -214,6 +214,64 @@ def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
     return *(layout.shard(x, 0) for x in by_token), layout.local_cu.to(ids)
 
 
+def prefixes(generator, shape):
+    """For each sequence an earlier one that it continues, or -1 for none."""
+    return np.array([generator.integers(-1, j) if generator.random() < 0.7 else -1 for j in range(shape[0])])
+
+
+def tables_of(owner):
+    """The tables of a stream whose position g is on rank `owner(g, size, ranks)`, across the ends of sequences."""
+
+    def of_stream(ids, padded, real, prefix_of, mesh) -> tuple[Array, ...]:
+        size, ranks, lengths = ids.shape[1], mesh["cp"], jnp.diff(real)
+        g = jnp.arange(size)
+        sequence = (padded[1:][None, :] <= g[:, None]).sum(1)
+        before = jnp.zeros_like(lengths)  # a prefix comes earlier, so its own tokens before are known
+        for j in range(1, len(lengths)):
+            k = prefix_of[j]
+            before = before.at[j].set(jnp.where(k < 0, 0, before[k] + lengths[k]))
+        position = g - padded[sequence]
+        is_here = owner(g, size, ranks)[None, :] == jnp.arange(ranks)[:, None]
+        of_rank = is_here[:, None, :] & (sequence[None, None, :] < jnp.arange(len(padded))[None, :, None])
+        return position + before[sequence], sequence, position >= lengths[sequence], of_rank.sum(2), ids[0]
+
+    return of_stream
+
+
+OF_STREAM = dict(
+    inputs={"ids": "b t", "padded": "n", "real": "n", "prefix_of": "m"},
+    rank_options={"is_rebound": (False, True)},
+    mesh={"cp": (1, 2, 4)},
+    dims={**PACKED["dims"], "m": "n-1", "r": "cp"},
+    draw={**PACKED["draw"], "ids": integers(0, 9), "prefix_of": drawn(prefixes, integer=True)},
+)
+StreamTables = tuple[Row, Row, Bool[Tensor, " t"], Int[Tensor, "r n"], Row]
+
+
+def computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, kind):
+    """Of this rank's layout, or of one for a single rank that is bound to this one."""
+    place = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    built = dict(cp_size=1, cp_rank=0) if is_rebound else place
+    layout = TokenLayout.packed(padded, real, kind=kind, prefix_of=prefix_of, **built)
+    layout = layout.rebind(**place) if is_rebound else layout
+    by_token = (layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask))
+    return *by_token, layout.local_cu.to(ids)[None], layout.unshard(layout.shard(ids[0], 0), 0, mesh["cp"])
+
+
+@scheme(
+    reference=tables_of(lambda g, size, ranks: g * ranks // size), outputs=(*["t/cp"] * 3, "r/cp n", "t"), **OF_STREAM
+)
+def tables_of_contiguous_stream(mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound) -> StreamTables:
+    return computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, "contiguous")
+
+
+@scheme(
+    reference=tables_of(lambda g, size, ranks: g % ranks), outputs=(*["t/cp:striped"] * 3, "r/cp n", "t"), **OF_STREAM
+)
+def tables_of_stripes(mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound) -> StreamTables:
+    return computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, "striped")
+
+
 def up_to_the_last_token(x, padded, real):
     """The ids up to the last real token, and 0 after it."""
     lengths = jnp.diff(real)
@@ -279,6 +337,8 @@ SCHEMES = (
     gathered_by_layout_with_one_gradient,
     trimmed_by_layout,
     tables_of_layout,
+    tables_of_contiguous_stream,
+    tables_of_stripes,
     sharded_by_dense_layouts,
 )
 

@@ -2,21 +2,24 @@
 
 import re
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from parity_tests.mamba.by_name import flax_mixer
-from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
+from parity_tests.mamba.parameters import DRAW, ORDINARY, SIZES, SPECS, settings_of
 from shardproof import offsets, scheme, values
 from shardproof.declare.declared import flat
 from torch_impl.mamba import Mamba2Mixer
 from torch_impl.mamba.mix import gate
+from torch_impl.mamba.mixer import GroupedNorm
 
 ROUNDINGS = 6  # in_proj, the convolution, y, the gate, the norm, out_proj
 
 
+EPS = 1e-5
 VARIANTS = ({}, {"norm_groups": 1, "dt_limit": (0.3, 0.8)})
 
 
@@ -50,6 +53,31 @@ def mamba2(mesh, u, parameters, groups, cu, variant, chunk_size, in_parts):
     chosen = {**settings_of(parameters, groups), **variant, "chunk_size": chunk_size}
     module = (InParts if in_parts else Mamba2Mixer)(**chosen, device="meta", dtype=u.dtype)
     return functional_call(module, flat(parameters), (u, cu), strict=True)
+
+
+def norm_of_groups(y, weight, groups):
+    parts = y.reshape(*y.shape[:-1], groups, -1)
+    normed = parts / jnp.sqrt(jnp.mean(parts**2, -1, keepdims=True) + EPS)
+    return normed.reshape(y.shape) * weight[None, None]
+
+
+@scheme(
+    reference=norm_of_groups,
+    mesh={"cp": (1,)},
+    inputs={"y": "b s i cp=R", "weight": "i cp=R"},
+    outputs="b s i cp=R",
+    dims={"i": (8, 4, 12)},
+    draw={"y": values("normal", "ties", "zeros", "huge"), "weight": ORDINARY},
+    options={"groups": (1, 2, 4)},
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("b", "s", "i"),
+    sums="float32",
+    roundings=3,  # the mean of squares, its root, the normed values
+)
+def normed(mesh, y, weight, groups):
+    return functional_call(
+        GroupedNorm(len(weight), groups, EPS, device="meta", dtype=weight.dtype), {"weight": weight}, y
+    )
 
 
 GIVEN = {"d_model": 5, "num_heads": 4, "head_dim": 3, "n_groups": 2, "d_state": 2}

@@ -50,7 +50,7 @@ DECLARED = dict(
 
 
 @scheme(
-    rank_options={"chunk_size": (1, 2, 3, 4, 9, 256), "split": (0, 1, 2, 3)},
+    rank_options={"chunk_size": (1, 2, 3, 4, 9, 256), "split": (0, 1, 2, 3), "is_rising": (True, False)},
     dtypes=("float32", "float64", "bfloat16"),
     sums="float32",
     **{
@@ -60,9 +60,13 @@ DECLARED = dict(
     },
 )
 @pytest.mark.cases(30)
-def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split):
-    """The sequence at once, or in two parts: the second begins with the first's last state."""
+def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split, is_rising):
+    """The sequence at once, or in two parts: the second begins with the first's last state.
+
+    Numbers of sequences may rise or fall: only which are equal counts.
+    """
     ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
+    ids = ids if is_rising else -1 - ids
     wide = accumulator(x.dtype)
     dt, A, D, entering = (part.to(wide) for part in (dt, A, D, entering))  # two parts use A and D
     state, pieces, cut = entering, [], x.shape[1] * split // 3

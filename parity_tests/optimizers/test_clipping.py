@@ -35,7 +35,7 @@ def declared(mesh, gradients, dims, **more):
         inputs={"gradients": gradients},
         outputs={"norm": replicated, "norm_before": replicated, **gradients},
         dims=dims,
-        draw=dict.fromkeys(names, values("normal", "zeros", "ties")),
+        draw=dict.fromkeys(names, values("normal", "zeros", "ties", "nan")),
         nograd=names,
         options=NORMS,
         rank_options={"error_if_nonfinite": (False, True)},
@@ -52,11 +52,15 @@ def clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, unc
     norm_before = gradient_norm(counted, *order, **settings)
     if norm_type is not None:
         settings["norm_type"] = norm_type
-    norm = clip_grad_norm_(counted, max_norm, error_if_nonfinite=error_if_nonfinite, uncounted=uncounted, **settings)
+    settings["error_if_nonfinite"] = error_if_nonfinite and bool(norm_before.isfinite())
+    norm = clip_grad_norm_(counted, max_norm, uncounted=uncounted, **settings)
     return {
         "norm": norm,
         "norm_before": norm_before,
-        **{name: local(parameter.grad) for name, parameter in parameters.items()},
+        **{
+            name: torch.zeros_like(parameter) if parameter.grad is None else local(parameter.grad)
+            for name, parameter in parameters.items()
+        },
     }
 
 
@@ -150,7 +154,29 @@ def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinit
     return clipped_by(parameters, twice, max_norm, norm_type, error_if_nonfinite, **sharding)
 
 
-SCHEMES = (clipped_over_fsdp_and_tp, clipped_with_experts, clipped_over_stages, clipped_plain_shards)
+UNLIKE = {"rows": "e/tp:ragged d", "wide": "g/tp:ragged", "replicated": "d tp=I"}
+FINITE = dict.fromkeys((f"gradients.{name}" for name in UNLIKE), values("normal", "zeros", "ties"))  # 0 * NaN is none
+
+
+@scheme(**{**declared({"tp": (1, 2, 3, 4)}, UNLIKE, {}), "draw": FINITE})
+def clipped_unlike_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
+    """Shards of unlike lengths, some of them empty; of two dtypes; a rank whose shard is all zeros has no gradient."""
+    parameters = {name: parameter(x.double() if name == "wide" else x) for name, x in gradients.items()}
+    sharded = [parameters["rows"], parameters["wide"]]
+    for each in sharded:
+        each.grad = each.grad if each.grad.any() else None
+    of_shards = {id(each) for each in sharded}
+    sharding = {"sharding_groups": lambda each: (mesh["tp"],) if id(each) in of_shards else ()}
+    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite, **sharding)
+
+
+SCHEMES = (
+    clipped_over_fsdp_and_tp,
+    clipped_with_experts,
+    clipped_over_stages,
+    clipped_plain_shards,
+    clipped_unlike_shards,
+)
 
 
 @pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)

@@ -90,6 +90,10 @@ def styled(mesh: Any, module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
         if parameter:
             assert isinstance(styles[path], Experts)
             styles[path].stacks[parameter] = name
+    if mesh.rank("tp"):  # as where each rank has drawn its own first weights: those of the first rank count
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(1.0)
     check_plan(module, styles, mesh.device_mesh)
     apply_plan(module, styles, mesh.device_mesh)
     return module

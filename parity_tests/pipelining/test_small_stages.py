@@ -154,14 +154,15 @@ def of_timeline(forward, backward, p2p, mesh, style, sends):
         for kind in "FB"
     ]
     makespan = jnp.stack(ends_of).max()
-    return {"of_forward": ends_of[0], "of_backward": ends_of[1], "idle": makespan - jnp.stack(busy)}
+    idle = makespan - jnp.stack(busy)
+    return {"of_forward": ends_of[0], "of_backward": ends_of[1], "idle": idle, "bubble": idle / makespan}
 
 
 @scheme(
     reference=of_timeline,
     mesh={"pp": (1, 2, 3, 4)},
     inputs={**dict.fromkeys(DURATIONS, "k pp=I"), "p2p": "pp=I"},
-    outputs={"of_forward": "k m pp=I", "of_backward": "k m pp=I", "idle": "r/pp"},
+    outputs={"of_forward": "k m pp=I", "of_backward": "k m pp=I", "idle": "r/pp", "bubble": "r/pp"},
     dims={"k": "2*pp", "m": (MICROBATCHES,), "r": "pp"},
     draw=dict.fromkeys((*DURATIONS, "p2p"), values("normal")),
     nograd=(*DURATIONS, "p2p"),
@@ -180,6 +181,5 @@ def simulated_messages(mesh, forward, backward, p2p, style, sends):
     for event in timeline.events:
         ends["FB".index(event.action.kind), event.action.stage, event.action.microbatch] = event.stop
     ends = ends.to(forward.device)
-    return {
-        "of_forward": ends[0], "of_backward": ends[1], "idle": forward.new_tensor([timeline.idle[mesh.rank("pp")]]),
-    }  # fmt: skip
+    of_rank = (forward.new_tensor([each[mesh.rank("pp")]]) for each in (timeline.idle, timeline.bubble))
+    return dict(zip(("of_forward", "of_backward", "idle", "bubble"), (*ends, *of_rank), strict=True))

@@ -6,9 +6,10 @@ import torch
 
 from jax_ref.vocab_parallel import gather_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, ignored
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, ids, scheme
+from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
@@ -19,12 +20,13 @@ from torch_impl import vocab_parallel as vp
     mesh={"tp": (1, 2, 3, 4)},
     contract=vp.ChunkedDistributedGatherLogprob,
     inputs={"logits": "b s v/tp:ragged", "ids": "b s k"},
-    draw={"ids": ids("v", ignore=-100)},
+    draw={"ids": SOME_IGNORED},
     dims={"k": (1, 2, 3, 8, 0)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
     sums="float32",
+    nan_cotangents={"out": ignored("ids", "b s k")},
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, (2 + c.k) * c.b * c.s))),
 )
 @pytest.mark.cases(5, engine="gloo")

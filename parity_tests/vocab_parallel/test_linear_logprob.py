@@ -7,8 +7,9 @@ import torch
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, ids, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather, all_reduce
@@ -16,14 +17,21 @@ from torch_impl.vocab_parallel import linear_chunks
 
 FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
 DECLARED = dict(
-    draw={"hidden": FLOATS, "weight": FLOATS, "target": ids("v", ignore=-100)},
+    draw={"hidden": FLOATS, "weight": FLOATS, "target": SOME_IGNORED},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("v", "d"),
     roundings=4,  # logits, d logits, this rank's term of d hidden, the result
 )
 SOME = {"v": (8, 5, 13), "d": (3, 5)}
-SHIFTED = dict(mesh={"tp": (1, 2, 3, 4)}, outputs="b s tp=I", reference=linear_logprob, dims=SOME, **DECLARED)
+SHIFTED = dict(
+    mesh={"tp": (1, 2, 3, 4)},
+    outputs="b s tp=I",
+    reference=linear_logprob,
+    dims=SOME,
+    nan_cotangents={"out": IGNORED_TARGETS},
+    **DECLARED,
+)
 NEXT = dict(
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     outputs="b u tp=I cp=R",

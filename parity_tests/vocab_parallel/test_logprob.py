@@ -11,8 +11,9 @@ import torch
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.slow import slow_but
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, ids, scheme, values
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
@@ -20,12 +21,14 @@ from torch_impl import vocab_parallel as vp
 DECLARED = dict(
     mesh={"tp": (1, 2, 3, 4)},
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
-    draw={"target": ids("v", ignore=-100)},
+    draw={"target": SOME_IGNORED, "logits": values(nan_rows=IGNORED_TARGETS)},
     options={"temperature": (1.0, 0.7, 2.0)},
     dtypes=("float32", "float64", "bfloat16"),
     sums="float32",
     reduction=("v",),
+    nan_cotangents={"out": IGNORED_TARGETS},
 )
+OF_BOTH = {**DECLARED, "nan_cotangents": {"out[0]": IGNORED_TARGETS}, "draw": {"target": SOME_IGNORED}}
 
 
 def one_exchange(numbers):
@@ -62,7 +65,7 @@ def vocab_parallel_logprob(mesh, logits, target, temperature, chunk_size):
     rank_options={"chunk_size": (None, 1, 2, 5)},
     cost=one_exchange(4),
     roundings=3,  # log total, mean shifted logit, gradient
-    **{**DECLARED, "dtypes": ("float32", "bfloat16")},  # the reference's own slope is no better than float64
+    **{**OF_BOTH, "dtypes": ("float32", "bfloat16")},  # the reference's own slope is no better than float64
 )
 @pytest.mark.cases
 def logprob_with_entropy(mesh, logits, target, temperature, chunk_size):
@@ -138,7 +141,7 @@ def laid_out(logits, layout):
     rank_options={"layout": ("contiguous", "transposed", "stepped", "one", "repeated", "windows")},
     excluded_conditions=("second_backward",),  # autograd says that the logits were overwritten
     roundings=3,  # log total, mean shifted logit, gradient
-    **{**DECLARED, "dtypes": ("float32", "bfloat16")},
+    **{**OF_BOTH, "dtypes": ("float32", "bfloat16")},
 )
 @pytest.mark.cases
 def logprob_over_its_logits(mesh, logits, target, temperature, layout):

@@ -29,11 +29,14 @@ def topk_of_each(logits, each):
     inputs={"logits": "b s v/tp:ragged", "each": "k"},
     outputs=("b s k tp=I", "b s k"),
     draw={
-        "logits": values("normal", "ties", "neg_inf_mask", "zeros", "iota", "huge", "large", "ties", "neg_inf_mask"),
+        "logits": values(
+            "normal", "ties", "neg_inf_mask", "zeros", "iota", "huge", "large", "ties", "neg_inf_mask", "nan"
+        ),
         "each": integers(0, 0),  # carries k, a dim of the results
     },
     dims={"k": (2, 3, 8, 1, 0), "e": (0, 1, 0, 2, 16), "v": "k+e"},
     nograd=("logits",),
+    ties="ordered",
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s * c.k + 1))),

@@ -112,6 +112,7 @@ def scheme(
     roundings: int = 1,
     sums: str | None = None,
     inside: str | None = None,
+    ties: str | None = None,
     cost: Callable[..., Cost | Sequence[Cost]] | None = None,
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
@@ -122,6 +123,7 @@ def scheme(
     assume: Callable[[CaseSpec], Any] | None = None,
     isolate: tuple[str, ...] = (),
     excluded_conditions: tuple[str, ...] | None = None,
+    nan_cotangents: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Scheme]:
     """Declare that the decorated per-rank function computes `reference`.
 
@@ -143,13 +145,17 @@ def scheme(
     bfloat16 is then a mismatch, which the default budget allows; `roundings` then counts values stored in float32.
     `inside="bfloat16"` says that intermediates are narrower than the tested dtype, as in an iteration that always runs
     in it.
+    `ties="ordered"` promises which of equal inputs comes first, as in a stable sort: another order is then a mismatch,
+    which is undecided by default.
     `modifies` names inputs that the function overwrites; the reference returns their new values after the outputs.
     `module` names the tree of parameters of a module; the function runs its backward itself and returns the module
     last. `random=True` says that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before
     the function, on every engine; `around(mesh)` returns a context manager, which each rank enters for forward and
     backward. `isolate` names further modules and packages with separate globals for each rank of lockstep, like the
     scheme's own file and its imports. `excluded_conditions` names the calling conditions that the function does not
-    support; by default `inference_mode` and `overwritten`.
+    support; by default `inference_mode` and `overwritten`. `nan_cotangents` names outputs with rows that no gradient
+    depends on, as those of padding, each with a function `(case, shape)` that is true for these rows: a function must
+    not read their cotangents, which are NaN in half of the cases.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for every mistake that can be known by then. TypeError
     for an unknown keyword, with the nearest known one.
@@ -179,7 +185,9 @@ def scheme(
             validation.check_draws(leaves, user_draws, dims or {}, errors)
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
+        errors.of(validation.check_nan_cotangents, nan_cotangents or {}, results)
         errors.of(validation.check_precision, roundings, sums, inside)
+        errors.of(validation.check_ties, ties)
         errors.raise_all()
         return Scheme(
             name=name,
@@ -199,6 +207,7 @@ def scheme(
             roundings=roundings,
             sums=sums,
             inside=inside,
+            ties=ties,
             cost=cost,
             engines=tuple(engines),
             replicas=replicas,
@@ -209,6 +218,7 @@ def scheme(
             assume=assume,
             isolate=tuple(isolate),
             excluded_conditions=excluded,
+            nan_cotangents=dict(nan_cotangents or {}),
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

@@ -7,14 +7,17 @@ output, one forward and one backward. The conditions by name, each with its valu
     expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
     frozen           [inputs] that require no gradient
     unused           [outputs] that get no cotangent
-    call_before      dims, layouts, lengths, values and seed of another call, forward and backward, that comes first
+    call_before      dims, dtype, layouts, lengths, values, options and seed of another call, which comes first, forward
+                     and backward
     call_between     the same of a call whose forward comes before the backward of the one that is compared
     second_backward  true: the graph is retained, and the gradients of the second backward are compared
     one_storage      true: the inputs are views of one buffer
     same_tensor      [a, b]: two inputs of equal values and one storage
     no_grad          true: only the forward, under torch.no_grad()
     inference_mode   true: the same under torch.inference_mode()
-    overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage
+    overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage; and
+                     into all tensors of a call before
+    nan_cotangents   [outputs] whose cotangent is NaN in the rows that the scheme declares as not read
 
 A tensor is an input's name, or `cotangent NAME` for an output.
 """
@@ -39,6 +42,7 @@ CONDITIONS = (
     "no_grad",
     "inference_mode",
     "overwritten",
+    "nan_cotangents",
 )
 # A scheme may also exclude this: a mesh that is part of a larger world, which is an extra axis and not a calling
 # condition.
@@ -84,11 +88,17 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
         views = {"transposed": "a transposed view", "stepped": "a strided view"}
         return [f"{_tensor(tensor)} is {views[kind]}" for tensor, kind in value.items()]
     if name in OTHER_CALLS:
-        other = "sizes" if value["dims"] != case.dims else "values"
-        first = f"the function was called with other {other} before"
-        return [first if name == "call_before" else f"the function is called again with other {other} before backward"]
+        with_other = f"with {_difference(value, case)}"
+        before = name == "call_before"
+        return [
+            f"the function was called {with_other} before"
+            if before
+            else f"the function is called again {with_other} before backward"
+        ]
     if name == "same_tensor":
         return [f"{value[0]} and {value[1]} are the same tensor"]
+    if name == "nan_cotangents":
+        return [f"the cotangent of {tensor} is NaN in rows that are not read" for tensor in value]
     each = {
         "expanded": "{} is an expanded view, of stride 0",
         "frozen": "{} requires no gradient",
@@ -107,6 +117,19 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
     ]
 
 
+def _difference(record: Mapping[str, Any], case: CaseSpec) -> str:
+    """In what another call differs from the case, beside its values: `other sizes`, `chunk_size=4`."""
+    if record["dims"] != case.dims:
+        return "other sizes"
+    if record.get("dtype", case.dtype) != case.dtype:
+        return f"{record['dtype']} inputs"
+    if record["lengths"] != case.lengths or record["layouts"] != case.layouts:
+        return "other lengths"
+    options = record.get("options", case.options)
+    changed = [f"{name}={value!r}" for name, value in options.items() if value != case.options.get(name)]
+    return " and ".join(changed) or "other values"
+
+
 def _tensor(label: str) -> str:
     return f"the cotangent of {label.removeprefix(COTANGENT)}" if label.startswith(COTANGENT) else label
 
@@ -116,7 +139,7 @@ def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
     for name in case.conditions:
         yield case.replace(conditions=_without(case.conditions, name))
     for name, value in case.conditions.items():
-        if name in ("strided", "expanded", "frozen", "unused") and len(value) > 1:
+        if name in ("strided", "expanded", "frozen", "unused", "nan_cotangents") and len(value) > 1:
             for tensor in value:
                 rest = {k: v for k, v in value.items() if k != tensor} if isinstance(value, Mapping) else None
                 rest = [other for other in value if other != tensor] if rest is None else rest
@@ -129,7 +152,7 @@ def without_other_calls(case: CaseSpec) -> CaseSpec:
 
 
 def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
-    """The case of the call before or between, without conditions, on the same mesh with the same options."""
+    """The case of the call before or between, without conditions, on the same mesh."""
     record = case.conditions.get(name)
     return None if record is None else case.replace(**record, conditions={})
 
@@ -141,7 +164,7 @@ def other_cases(case: CaseSpec) -> list[CaseSpec]:
 
 def record_of(case: CaseSpec) -> dict[str, Any]:
     """The fields of a case that `other_case` needs."""
-    return {name: getattr(case, name) for name in ("dims", "layouts", "lengths", "values", "seed")}
+    return {name: getattr(case, name) for name in ("dims", "dtype", "layouts", "lengths", "values", "options", "seed")}
 
 
 def has_gradients(case: CaseSpec, name: str) -> bool:

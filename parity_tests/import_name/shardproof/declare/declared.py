@@ -160,7 +160,9 @@ class Declared:
     assume: Callable[[CaseSpec], Any] | None = None  # `assume(case)`: whether these sizes are drawn
     excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not support
     sums: str | None = None  # "float32": only inputs and results are rounded to a narrower tested dtype
+    ties: str | None = None  # "ordered": which of equal inputs comes first is promised
     inside: str | None = None  # the dtype of intermediates, if narrower than the tested one
+    nan_cotangents: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # of an output: the rows not read
     isolate: tuple[str, ...] = ()  # further modules with separate globals for each rank of lockstep
     implementation: Implementation | None = None  # tested in place of torch_impl, see shardproof/implementation
 

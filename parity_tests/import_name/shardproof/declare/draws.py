@@ -18,7 +18,7 @@ from shardproof.declare.case import CaseSpec
 
 EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never get in practice
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *EXTREME)
-BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn only if named, for functions of such inputs
+BY_NAME = ("positive", "uniform", "sorted", "probabilities", "nan")  # drawn only if named, for functions of such inputs
 # Values for the border of a shard; with UNCHANGED in the same draw, a masked border is as likely as a border id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
 UNCHANGED = ("none", "none", "none")
@@ -28,6 +28,7 @@ UNEVEN = ("prefix", "shard", "others")
 KEEP = ("all", "half", *UNEVEN, "none", "first", "last", "prefix")
 IGNORED = ("none", "half", *UNEVEN, "prefix")
 PADDING = ("drawn", "nan")  # what rows of padding hold
+NAN_SHARE = 0.2
 PLACES = ("first", "middle", "last", "before", "after")
 # Narrower than the dtype allows for float64: the reference is float64 too, and its intermediates must not overflow.
 _RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
@@ -57,7 +58,7 @@ class Draw:
     kinds: tuple[str, ...] = ()
     low: int = 0
     high: int = 0
-    ignore: int | None = None
+    ignore: int | tuple[int, ...] | None = None
     padded: bool = False
     empty: bool = True  # whether a sequence may have no token
     full_rows: bool = False
@@ -192,6 +193,8 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
         # One nearly certain answer per row, as from a trained model: 1 - p is tiny and must still be accurate.
         peak = rng.integers(0, max(shape[-1], 1), size=shape[:-1])
         return np.where(np.arange(shape[-1]) == peak[..., None], normal + 24.0, normal)
+    if kind == "nan":
+        return np.where(rng.random(shape) < NAN_SHARE, np.nan, normal)
     if kind == "neg_inf_mask" and normal.ndim:
         masked = rng.random(shape) < 0.4
         if not full_rows:
@@ -215,8 +218,8 @@ def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
 
 
 def has_infinities(value: dict[str, Any]) -> bool:
-    """Whether a drawn value contains -inf."""
-    return "neg_inf_mask" in (value.get("kind"), value.get("border", [None])[0])
+    """Whether a drawn value contains -inf or NaN."""
+    return value.get("kind") == "nan" or "neg_inf_mask" in (value.get("kind"), value.get("border", [None])[0])
 
 
 def values(
@@ -224,7 +227,8 @@ def values(
 ) -> Draw:
     """Floating values of the given kinds, some at the borders of shards; by default, all general kinds.
 
-    `positive`, `uniform` (in [0, 1)), `sorted` and `probabilities` (along the last dim) are drawn only if named.
+    `positive`, `uniform` (in [0, 1)), `sorted`, `probabilities` (along the last dim) and `nan` (a fifth of the numbers)
+    are drawn only if named.
     `full_rows` lets a mask cover a full row. `nan_rows(case, shape)` is true for rows of padding, whose values a
     function must not read: they are NaN in half of the cases.
     """
@@ -239,8 +243,8 @@ def token_below(dim: str) -> Draw:
     return Draw("ids", dim)
 
 
-def ids(dim: str, ignore: int | None = None) -> Draw:
-    """Token ids like `token_below`, some replaced by `ignore` (such as -100)."""
+def ids(dim: str, ignore: int | tuple[int, ...] | None = None) -> Draw:
+    """Token ids like `token_below`, some replaced by `ignore` (such as -100), or each of these by one of several."""
     return Draw("ids", dim, ignore=ignore)
 
 

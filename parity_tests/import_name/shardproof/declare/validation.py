@@ -298,6 +298,11 @@ def check_precision(roundings: Any, sums: Any, inside: Any, errors: DeclarationE
         )
 
 
+def check_ties(ties: Any, errors: DeclarationErrors) -> None:
+    if ties not in (None, "ordered"):
+        raise errors(f"ties is {ties!r}; write 'ordered', or leave it out")
+
+
 def check_choices(
     dtypes: Sequence[str],
     engines: Sequence[str],
@@ -337,6 +342,18 @@ def excluded_conditions(module: str, names: Any, errors: DeclarationErrors) -> t
     if unknown:
         raise errors(f"excluded_conditions has {unknown[0]!r}; give a tuple of {', '.join(conditions)}")
     return tuple(names)
+
+
+def check_nan_cotangents(rows: Any, results: Sequence[Argument], errors: DeclarationErrors) -> None:
+    """`nan_cotangents` must be functions of the case and a shape, by the names of floating outputs."""
+    names = [arg.name for arg in results if arg.differentiable and not arg.modified]
+    if not isinstance(rows, Mapping):
+        raise errors(f"nan_cotangents is {type(rows).__name__}; give a dict: {{'out': rows}}")
+    for name, function in rows.items():
+        if name not in names:
+            raise errors(f"nan_cotangents has {name!r}; the floating outputs are ({', '.join(names)})")
+        if not callable(function):
+            raise errors(f"nan_cotangents[{name!r}] is {type(function).__name__}; give a function (case, shape)")
 
 
 def check_surroundings(

@@ -1,7 +1,7 @@
 """Draw the calling conditions of a case: two or three for half of the cases.
 
-The condition that the caller overwrites its inputs is drawn in addition, for half of all cases: the function cannot see
-it, and it costs nothing.
+Two conditions are drawn in addition, each for half of all cases, since they cost nothing: the caller overwrites its
+inputs, and cotangents are NaN in rows that a scheme declares as not read.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseS
             conditions[name] = makers[name]()
     if "overwritten" not in scheme.excluded_conditions and choose((False, True)):
         conditions["overwritten"] = True
+    if scheme.nan_cotangents and "nan_cotangents" not in scheme.excluded_conditions and choose((False, True)):
+        conditions["nan_cotangents"] = list(scheme.nan_cotangents)
     return {name: conditions[name] for name in CONDITIONS if name in conditions}
 
 

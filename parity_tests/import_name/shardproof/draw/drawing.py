@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,6 @@ DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
 KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # Scheme.verify also takes sizes and options
-OTHER_SIZES_TRIED = 3  # a second call has other sizes, found in this many tries
 
 
 class MeshChoices(NamedTuple):
@@ -100,10 +100,9 @@ def draw_case(
     case = case.replace(mesh={SPARE: 2, **mesh}) if inside_subgroup else case
     if not with_conditions or scheme.module is not None:  # a module runs its own backward
         return case
-    fixed = {**sizes, **mesh}
-    return case.replace(
-        conditions=calling_conditions.draw_conditions(scheme, choose, lambda: another(scheme, case, fixed, choose))
-    )
+    given = {**sizes, **options}
+    other = partial(another, scheme, case, given, choose, dtype=dtype)
+    return case.replace(conditions=calling_conditions.draw_conditions(scheme, choose, other))
 
 
 def priced_case(
@@ -136,31 +135,75 @@ def priced_case(
 
 
 def another(
-    scheme: Declared, case: CaseSpec, sizes: Mapping[str, int], choose: Chooser, *, same_shapes: bool | None = None
+    scheme: Declared,
+    case: CaseSpec,
+    sizes: Mapping[str, int],
+    choose: Chooser,
+    *,
+    same_shapes: bool | None = None,
+    dtype: str | None = None,
 ) -> CaseSpec:
-    """A case for a second call on the same mesh: with the same shapes, or with other sizes if some are free.
+    """A case for a second call on the same mesh, which differs from `case` in its values and in one more respect.
 
-    `same_shapes` chooses; by default it is drawn. The same shapes reveal a buffer or cache that is indexed by shape;
-    other sizes reveal a buffer or cache that is not.
+    That is the lengths of its sequences and shards, one size or as few as possible, an option, the dtype, or nothing:
+    a buffer or cache whose key lacks one of these is right until a call differs in this alone. `sizes` and `dtype` are
+    given by the user and stay. `same_shapes` chooses between nothing and a size; by default all are drawn.
     """
-    if choose((True, False)) if same_shapes is None else same_shapes:
-        return _of_the_same_shapes(scheme, case, choose)
-    new_case: CaseSpec | None = None
-    for _ in range(OTHER_SIZES_TRIED):
-        new_case = draw_case(scheme, choose, {**sizes, **case.options}, dtype=case.dtype, engine=case.engine)
-        if new_case.dims != case.dims:
-            break
-    assert new_case is not None
-    return _of_another_seed(new_case.replace(mesh=case.mesh), case)
+    if same_shapes is not None:
+        respect = "values" if same_shapes else "sizes"
+    else:
+        respect = choose(_respects(scheme, case, sizes, dtype))
+    changes: dict[str, Any] = {}
+    if respect == "sizes":
+        changes["dims"] = choose(_nearest_shapes(scheme, case, sizes) or [case.dims])
+    elif respect in scheme.all_options:
+        changes["options"] = {**case.options, respect: choose(_other_values(scheme, case, respect))}
+    elif respect == "dtype":
+        changes["dtype"] = choose([each for each in scheme.dtypes if each != case.dtype])
+    new_case = case.replace(**changes)
+    drawn = _values_of_sizes(scheme, new_case, choose)
+    if respect in ("lengths", "sizes"):
+        return _of_another_seed(drawn, case)
+    return _of_another_seed(new_case.replace(values=drawn.values, seed=drawn.seed), case)
 
 
-def _of_the_same_shapes(scheme: Declared, case: CaseSpec, choose: Chooser) -> CaseSpec:
-    """The case with other values; the lengths of its shards and sequences stay."""
+def _respects(scheme: Declared, case: CaseSpec, sizes: Mapping[str, int], dtype: str | None) -> list[str]:
+    """In what a second call may differ; values and sizes as often as all others together."""
+    has_lengths = bool(case.lengths) or any("lengths" in record for record in case.layouts.values())
+    rarer = [*(["lengths"] if has_lengths else []), *(["dtype"] if dtype is None and len(scheme.dtypes) > 1 else [])]
+    rarer += [name for name in scheme.all_options if name not in sizes and _other_values(scheme, case, name)]
+    common = ["values", *(["sizes"] if _nearest_shapes(scheme, case, sizes) else [])]
+    return [*common * max(len(rarer) // len(common), 1), *rarer]
+
+
+def _other_values(scheme: Declared, case: CaseSpec, name: str) -> list[Any]:
+    """The other values of one option that `assume` allows with all else as it is."""
+    others = [value for value in scheme.all_options[name] if value != case.options.get(name)]
+    return [
+        value
+        for value in others
+        if size_choices.assumed_options(scheme, case.dims, case.scheme_mesh, {**case.options, name: value})
+    ]
+
+
+def _nearest_shapes(scheme: Declared, case: CaseSpec, sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """The shapes that can be drawn and differ from the case's in the fewest free dims, at least in one."""
+    free = size_choices.free_dims(scheme)
+    given = {**{name: size for name, size in sizes.items() if name not in scheme.mesh}, **case.scheme_mesh}
+    choices = _cached_mesh_choices(scheme, given, case.options, None, DEFAULT_LIMIT)
+    differing = [
+        (sum(shape[name] != case.dims[name] for name in free), shape) for _, fits in choices.fits for shape in fits
+    ]
+    least = min((count for count, _ in differing if count), default=0)
+    return [shape for count, shape in differing if count and count == least]
+
+
+def _values_of_sizes(scheme: Declared, case: CaseSpec, choose: Chooser) -> CaseSpec:
+    """The case with all else drawn again: values, seed and the lengths of its shards and sequences."""
     sizes = {dim: case.dims[dim] for dim in size_choices.free_dims(scheme)}
-    new_case = draw_case(
-        scheme, choose, {**case.scheme_mesh, **sizes, **case.options}, dtype=case.dtype, engine=case.engine
-    )
-    return _of_another_seed(case.replace(values=new_case.values, seed=new_case.seed), case)
+    fixed = {**case.scheme_mesh, **sizes, **case.options}
+    drawn = draw_case(scheme, choose, fixed, dtype=case.dtype, engine=case.engine)
+    return drawn.replace(mesh=case.mesh)
 
 
 def _of_another_seed(new_case: CaseSpec, case: CaseSpec) -> CaseSpec:

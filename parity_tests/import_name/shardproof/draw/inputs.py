@@ -50,7 +50,9 @@ def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
     if value.get("keep") in UNEVEN:
         array = uneven_rows(arg, value["keep"], value.get("shard", 0), case)
     if draw.ignore is not None and value.get("ignored", "none") != "none":
-        array = np.where(uneven_rows(arg, value["ignored"], value.get("shard", 0), case), draw.ignore, array)
+        is_ignored = uneven_rows(arg, value["ignored"], value.get("shard", 0), case)
+        numbers = np.atleast_1d(np.asarray(draw.ignore, dtype=np.int64))
+        array = np.where(is_ignored, generator(case, f"ignored {name}").choice(numbers, array.shape), array)
     if array.shape != arg.shape(case):
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
     if arg.name in case.conditions.get("expanded", ()):
@@ -85,7 +87,18 @@ def _has_custom_layout(dim: Dim) -> bool:
     return any(not hasattr(trusted_layouts, sharding.layout) for sharding in dim.shardings)
 
 
-def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
+def cotangent(
+    arg: Argument, case: CaseSpec, nan_rows: Callable[[CaseSpec, tuple[int, ...]], np.ndarray] | None = None
+) -> np.ndarray:
+    """The cotangent of an output: NaN in the rows that are not read, if the case asks for that."""
+    array = _numbers_of_cotangent(arg, case)
+    if nan_rows is None or arg.name not in case.conditions.get("nan_cotangents", ()):
+        return array
+    rows = np.asarray(nan_rows(case, array.shape))
+    return np.where(rows.reshape(*rows.shape, *(1,) * (array.ndim - rows.ndim)), np.nan, array)
+
+
+def _numbers_of_cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
     """A random cotangent for an output, rounded to the tested dtype: one number if expanded, zeros if unused."""
     if arg.name in case.conditions.get("unused", ()):
         return np.zeros(arg.shape(case))

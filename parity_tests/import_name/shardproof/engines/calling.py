@@ -113,6 +113,21 @@ def shared_with_inputs(
     ]
 
 
+def overwrite(tensors: Iterable[torch.Tensor]) -> None:
+    """Write other numbers into the memory of each tensor, as its caller may: NaN, or 1 for integers.
+
+    A function that keeps one of them for a later call then returns other numbers there.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, AsyncCollectiveTensor) and not _overlaps_itself(tensor):
+            tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 1)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded view; torch writes into no such tensor."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _home(tensor: torch.Tensor) -> int:
     """The address of a tensor's memory; waits for an asynchronous result first."""
     arrived = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -58,6 +58,7 @@ class Program:
     module: str | None = None
     arrays: Mapping[str, np.ndarray] | None = None  # full inputs in place of the drawn ones
     cotangents: Mapping[str, np.ndarray] | None = None
+    nan_cotangents: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,6 +84,7 @@ class Program:
             scheme.module,
             arrays,
             cotangents,
+            scheme.nan_cotangents,
         )
 
     @property
@@ -107,7 +109,7 @@ class Program:
         earlier, between = conditions.other_case(case, "call_before"), conditions.other_case(case, "call_between")
         generator = torch.get_rng_state()
         if earlier is not None:
-            self._complete_call(mesh, earlier)
+            self._complete_call(mesh, earlier, is_overwritten=bool(case.conditions.get("overwritten")))
         call = ProgramCall(self, mesh, case)
         with self._surroundings(call.view):
             outputs = {name: tensor.detach().clone() for name, tensor in call.forward().items()}
@@ -129,12 +131,14 @@ class Program:
             tuple(sentences),
         )
 
-    def _complete_call(self, mesh: Any, case: CaseSpec) -> None:
-        """A call whose results are not compared: it must only not raise."""
+    def _complete_call(self, mesh: Any, case: CaseSpec, *, is_overwritten: bool) -> None:
+        """A call whose results are not compared: it must only not raise. Its caller may overwrite all its tensors."""
         call = ProgramCall(self._without_arrays(), mesh, case)
         with self._surroundings(call.view):
             call.forward()
-            call.finish()
+            gradients = call.finish()
+        if is_overwritten:
+            calling.overwrite([*call.leaves.values(), *call.outputs.values(), *call.cotangents.values(), *gradients])
 
     def _begun_call(self, mesh: Any, case: CaseSpec) -> Callable[[], Any]:
         """The forward of an uncompared call; returns its backward, which waits for all pending work."""
@@ -157,7 +161,8 @@ class Program:
         """The cotangent of an output, given or drawn; read-only."""
         if self.cotangents and arg.name in self.cotangents:
             return self.cotangents[arg.name]
-        return inputs.once_for_case(case, ("cotangent", arg.name), arg, partial(inputs.cotangent, arg, case))
+        build = partial(inputs.cotangent, arg, case, self.nan_cotangents.get(arg.name))
+        return inputs.once_for_case(case, ("cotangent", arg.name), arg, build)
 
     def addends(self, arg: Argument, case: CaseSpec, role: str) -> np.ndarray:
         """The addends of an input or a cotangent, one for each rank of the axes that it is summed over."""
@@ -323,10 +328,12 @@ class ProgramCall:
         results = calling.gradients(outputs, list(variables.values()), list(self.cotangents.values()), self.case)
         return dict(zip(variables, results, strict=True))
 
-    def finish(self) -> None:
-        """The backward of a call whose results are not compared; like any caller, it waits for all results."""
+    def finish(self) -> list[torch.Tensor]:
+        """The gradients of a call whose results are not compared; like any caller, it waits for all results."""
         calling.wait_for(self.outputs.values())
-        calling.wait_for(self.backward().values())
+        gradients = self.backward().values()
+        calling.wait_for(gradients)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def hygiene(self) -> list[str]:
         """Sentences on tensors that the function has modified or shares with its caller."""
