@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -92,7 +93,7 @@ def adapt_model_to_context(model: Module, *, local: Names | None = None, sharded
     return ModelHooks(tuple(handles))
 
 
-def _matches(modules: dict[str, nn.Module], argument: str, patterns: list[str] | None) -> dict[str, nn.Module]:
+def _matches(modules: dict[str, nn.Module], argument: str, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
     """The modules that match any of the patterns by name; ValueError for a pattern without a match."""
     chosen = {}
     for pattern in patterns or ():

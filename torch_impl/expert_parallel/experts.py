@@ -59,15 +59,16 @@ class ClampedSwiGLU:
     gate is at most `limit`, up is between -limit and limit; a clamped number has no gradient. The columns of gate_up
     alternate: column 2 i is the gate and 2 i + 1 the up of hidden column i, so that a shard has both.
 
-    Errors: ValueError for an alpha or a limit that is not a positive number.
+    Errors: TypeError for an alpha or a limit that is not a number; ValueError unless it is positive.
     """
 
     alpha: float = 1.702
     limit: float = 7.0
 
+    @contract("expert_parallel.ClampedSwiGLU")
     def __post_init__(self) -> None:
         for name in ("alpha", "limit"):
-            check(Number(0, above=True), f"ClampedSwiGLU: {name}", getattr(self, name))
+            check(Number(0, above=True), name, getattr(self, name))
 
     def __call__(self, columns: Tensor) -> Tensor:
         gate, up = columns[..., ::2].clamp(max=self.limit), columns[..., 1::2].clamp(-self.limit, self.limit)

@@ -79,7 +79,7 @@ def test_inside_allows_a_dtype_narrower_than_the_tested_one(tmp_path):
     [
         ({"sums": "bfloat16"}, "sums is 'bfloat16'; write 'float32', or leave it out"),
         ({"inside": "float32"}, "inside is 'float32'; write 'bfloat16' or 'float16', or leave it out"),
-        ({"sums": "float32", "inside": "bfloat16"}, "sums='float32' says that no intermediate is rounded, inside="),
+        ({"sums": "float32", "inside": "bfloat16"}, "sums='float32' rounds no intermediate, inside="),
     ],
 )
 def test_promises_that_cannot_be(promises, sentence):

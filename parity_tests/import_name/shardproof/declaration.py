@@ -162,32 +162,29 @@ def scheme(
     """
 
     def declare(fn: Callable[..., Any]) -> Scheme:
-        name = getattr(fn, "__name__", "?")
-        errors = DeclarationErrors(name)
+        errors = DeclarationErrors(name := getattr(fn, "__name__", "?"))
         # 1. Input of every later check: an error here ends the declaration.
         signature = validation.function_names(fn, errors)
         validation.check_mesh(mesh, errors)
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
         in_specs, out_specs = from_contract.specs(fn, signature, tuple(mesh), contract, inputs, outputs, errors)
-        # 2. Each tensor, and the other arguments.
+        # 2. Each tensor.
         user_draws = validation.user_draws(fn, draw or {}, errors)
         leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, errors)
         results = validation.output_arguments(fn, out_specs, mesh, custom, errors)
-        all_read = not errors.texts
-        errors.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
-        errors.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
-        excluded = errors.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
         # 3. References to dims and tensors, if all of them could be read.
-        if all_read:
+        if all_read := not errors.texts:
             results += errors.of(validation.modified_arguments, modifies, leaves, results) or ()
             errors.of(validation.check_axes_used, mesh, leaves, results)
             errors.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, user_draws, dims or {}, errors)
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
+        # 4. The other arguments.
+        errors.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
+        errors.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
+        excluded = errors.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
-        errors.of(validation.check_nan_cotangents, nan_cotangents or {}, results)
-        errors.of(validation.check_precision, roundings, sums, inside)
-        errors.of(validation.check_ties, ties)
+        errors.of(validation.check_promises, roundings, sums, inside, ties, nan_cotangents or {}, results)
         errors.raise_all()
         return Scheme(
             name=name,

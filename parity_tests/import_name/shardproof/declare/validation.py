@@ -283,7 +283,15 @@ def check_draws(
                 raise errors(f"draw[{name!r}] = {maker}({how.dim!r}): no input has dim {how.dim}")
 
 
-def check_precision(roundings: Any, sums: Any, inside: Any, errors: DeclarationErrors) -> None:
+def check_promises(
+    roundings: Any,
+    sums: Any,
+    inside: Any,
+    ties: Any,
+    nan_cotangents: Mapping[str, Any],
+    results: Sequence[Argument],
+    errors: DeclarationErrors,
+) -> None:
     """Errors: for other values than these keywords take, and for promises that contradict each other."""
     if not isinstance(roundings, int) or roundings < 0:
         raise errors(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
@@ -293,14 +301,10 @@ def check_precision(roundings: Any, sums: Any, inside: Any, errors: DeclarationE
     if inside not in (None, *narrow):
         raise errors(f"inside is {inside!r}; write {' or '.join(map(repr, narrow))}, or leave it out")
     if sums and inside:
-        raise errors(
-            f"sums={sums!r} says that no intermediate is rounded, inside={inside!r} that some are; leave one out"
-        )
-
-
-def check_ties(ties: Any, errors: DeclarationErrors) -> None:
+        raise errors(f"sums={sums!r} rounds no intermediate, inside={inside!r} rounds some; leave one out")
     if ties not in (None, "ordered"):
         raise errors(f"ties is {ties!r}; write 'ordered', or leave it out")
+    check_nan_cotangents(nan_cotangents, results, errors)
 
 
 def check_choices(
