@@ -155,6 +155,10 @@ def test_an_assumption_that_nothing_satisfies():
         (lambda case: case.q > 1, "assume raised AttributeError at test_expressible.py:155 with tp=2 b=2: case '"),
         (True, "assume is bool; pass a function of the case: def assume(case): ..."),
         (lambda b, s: True, "assume takes (b, s); it is called with the case alone"),
+        (
+            lambda case: case.dtype != "bfloat16",
+            "assume reads the dtype, which is drawn after sizes and options; declare a scheme for each dtype",
+        ),
     ],
 )
 def test_wrong_assumptions(assume, words):

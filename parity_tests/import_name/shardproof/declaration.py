@@ -179,7 +179,6 @@ def scheme(
             errors.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, user_draws, dims or {}, errors)
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)
-        # 4. The other arguments.
         errors.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
         errors.of(validation.check_surroundings, setup, around, assume, isolate, cost, in_specs)
         excluded = errors.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()

@@ -295,11 +295,10 @@ def check_promises(
     """Errors: for other values than these keywords take, and for promises that contradict each other."""
     if not isinstance(roundings, int) or roundings < 0:
         raise errors(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
-    narrow = ("bfloat16", "float16")
     if sums not in (None, "float32"):
         raise errors(f"sums is {sums!r}; write 'float32', or leave it out")
-    if inside not in (None, *narrow):
-        raise errors(f"inside is {inside!r}; write {' or '.join(map(repr, narrow))}, or leave it out")
+    if inside not in (None, "bfloat16", "float16"):
+        raise errors(f"inside is {inside!r}; write 'bfloat16' or 'float16', or leave it out")
     if sums and inside:
         raise errors(f"sums={sums!r} rounds no intermediate, inside={inside!r} rounds some; leave one out")
     if ties not in (None, "ordered"):
@@ -363,14 +362,13 @@ def check_nan_cotangents(rows: Any, results: Sequence[Argument], errors: Declara
 def check_surroundings(
     setup: Any, around: Any, assume: Any, isolate: Any, cost: Any, inputs: Mapping[str, Any], errors: DeclarationErrors
 ) -> None:
-    """`setup` and `around` must be functions of the mesh, `assume` of the case, `cost` of the case and of inputs.
-
-    Their results are checked later.
-    """
+    """`setup` and `around` must be functions of the mesh, `assume` of the case, `cost` of the case and of inputs."""
     if not isinstance(isolate, tuple | list) or not all(isinstance(name, str) for name in isolate):
         raise errors(f"isolate is {isolate!r}; give a tuple of module names, such as ('megatron.core',)")
     if cost is not None:
         _check_cost(cost, inputs, errors)
+    if {"dtype", "itemsize"} & {*getattr(getattr(assume, "__code__", None), "co_names", ())}:
+        raise errors("assume reads the dtype, which is drawn after sizes and options; declare a scheme for each dtype")
     for name in isolate:
         if name in SHARED:
             raise errors(f"isolate names {name!r}, whose thousand modules ranks share; name the one that is changed")
