@@ -100,7 +100,7 @@ def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
     assert json.loads(Path("out.json").read_text())["reports"][0]["left_out"] == {"tp=2": reason}
     wide = RIGHT.replace("right", "wide").replace("(wide)", "(wide, mesh={'tp': (1, 2, 4)})")
     status, out, _ = shardproof("verify", written("two.py", RIGHT, wide), "--dim", "b=7")
-    assert status == 0 and f"left out: right: tp=2: {reason}" in out.splitlines()
+    assert status == 0 and f"left out: right, wide: tp=2: {reason}" in out.splitlines()
     assert closing(out) == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out."
     out = shardproof("verify", "two.py", "--dim", "b=7", "-q")[1]
     assert out == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out.\n"

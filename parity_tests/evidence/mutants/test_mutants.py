@@ -129,7 +129,7 @@ def test_a_change_of_other_lines_leaves_sample_and_outcomes_as_they_were(monkeyp
     def named(root):
         monkeypatch.setattr(places, "ROOT", root)
         monkeypatch.setattr(mutant_module, "ROOT", root)
-        sample = places.sampled(60, 0, "collectives")
+        sample = places.sampled(200, 0, "collectives")
         return {(mutant.file, mutant.symbol, mutant.place): mutant.key for mutant in sample}
 
     shutil.copytree(ROOT / "torch_impl" / "collectives", tmp_path / "torch_impl" / "collectives")
