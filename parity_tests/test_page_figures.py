@@ -110,4 +110,5 @@ def test_a_page_shows_both_or_none():
 def test_a_page_shows_pictures_that_are_committed_or_drawn_with_the_pages():
     shown = {link.rpartition("/")[2] for page in pages() for link in links(page) if "images/" in link}
     drawn_with_the_pages = {f"{name}.svg" for name in images.QUICK}
-    assert {name.replace("-dark", "") for name in shown} <= drawn_with_the_pages | {path.name for path in FIGURES}
+    committed = {path.name for path in (*FIGURES, *IMAGES.glob("*.png"))}
+    assert {name.replace("-dark", "") for name in shown} <= drawn_with_the_pages | committed

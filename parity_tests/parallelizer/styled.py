@@ -90,7 +90,9 @@ def styled(mesh: Any, module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
         if parameter:
             assert isinstance(styles[path], Experts)
             styles[path].stacks[parameter] = name
-    if mesh.rank("tp"):  # as where each rank has drawn its own first weights: those of the first rank count
+    # As where each rank has drawn its own first weights: the first rank's count. torch's SequenceParallel keeps each
+    # rank's own, since norms start with ones.
+    if mesh.rank("tp") and "sequence_parallel" not in plan.values():
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(1.0)

@@ -394,7 +394,7 @@ def test_layers_come_once_and_in_order(data):
         ((2, 0), {}, "num_layers=0 must be at least 1"),
         ((9, 8), {}, "num_stages=9 exceeds num_layers=8; every stage needs a layer"),
         ((2, 4), {"embed_cost": -1}, "embed_cost=-1 must be at least 0"),
-        ((2, 4), {"head_cost": float("nan")}, "head_cost=nan must be at least 0"),
+        ((2, 4), {"head_cost": float("nan")}, "head_cost=nan must be finite"),
         ((2, 4), {"head_cost": float("inf")}, "head_cost=inf must be finite"),
     ],
 )

@@ -92,7 +92,7 @@ VALUE_ERRORS = [
     (lambda g: face(g, temperature=0.0), "vocab_parallel.logprob: temperature=0.0 must be positive"),
     (
         lambda g: plain(g, temperature=float("nan")),
-        "vocab_parallel.DistributedLogprob: temperature=nan must be positive",
+        "vocab_parallel.DistributedLogprob: temperature=nan must be finite",
     ),
     (
         lambda g: face(g, backend="cuda"),

@@ -23,8 +23,13 @@ LOWEST = -1e30  # exp(LOWEST - max) is 0; unlike -inf's, its derivative is no Na
 
 
 def zero_at_ignored(where, at):
-    """`at(logits, ids)` with 0, without a gradient, for an id of -100."""
-    return lambda logits, ids: where(ids >= 0, at(logits, ids.clip(0)), 0.0)
+    """`at(logits, ids)` with 0, without a gradient, for an id of -100 or beyond the vocabulary."""
+
+    def function(logits, ids):
+        is_valid = (ids >= 0) & (ids < logits.shape[-1])
+        return where(is_valid, at(logits, where(is_valid, ids, 0)), 0.0)
+
+    return function
 
 
 GATHER_LOGPROB = {
@@ -33,7 +38,11 @@ GATHER_LOGPROB = {
     ),
     # cross_entropy has ignored ids of its own: its default is -100.
     "functional": lambda logits, ids: (
-        -F.cross_entropy(logits.unsqueeze(-2).expand(*ids.shape, -1).movedim(-1, 1), ids, reduction="none")
+        -F.cross_entropy(
+            logits.unsqueeze(-2).expand(*ids.shape, -1).movedim(-1, 1),
+            ids.where(ids < logits.shape[-1], -100),
+            reduction="none",
+        )
     ),
     "jax": zero_at_ignored(jnp.where, lambda logits, ids: jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1)),
 }
