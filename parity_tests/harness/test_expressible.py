@@ -1,5 +1,7 @@
 """Everything that a declaration can express: a right function is equal, and one with the usual mistake is not."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 import torch
@@ -152,18 +154,26 @@ def test_an_assumption_that_nothing_satisfies():
 @pytest.mark.parametrize(
     ("assume", "words"),
     [
-        (lambda case: case.q > 1, "assume raised AttributeError at test_expressible.py:155 with tp=2 b=2: case '"),
+        (lambda case: case.q > 1, "assume raised AttributeError at test_expressible.py:157 with tp=2 b=2: case '"),
         (True, "assume is bool; pass a function of the case: def assume(case): ..."),
         (lambda b, s: True, "assume takes (b, s); it is called with the case alone"),
-        (
-            lambda case: case.dtype != "bfloat16",
-            "assume reads the dtype, which is drawn after sizes and options; declare a scheme for each dtype",
-        ),
     ],
 )
 def test_wrong_assumptions(assume, words):
     text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, assume=assume)
     assert text.startswith(f"scheme '<lambda>': {words}")
+
+
+def of_dtype(name, case):
+    return case.dtype == name
+
+
+@pytest.mark.parametrize(
+    ("assume", "name"), [(lambda case: max(case.itemsize, 4) > 1, "itemsize"), (partial(of_dtype, "bfloat16"), "dtype")]
+)
+def test_an_assumption_on_a_later_draw_is_rejected(assume, name):
+    text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, assume=assume)
+    assert f"with tp=2 b=2: {name} is drawn after sizes and options; declare schemes with other draws instead" in text
 
 
 # A larger world

@@ -114,18 +114,18 @@ class ExpertWeights:
         first, second = self.implementations
         wide_columns = _GroupedProduct.apply(rows, self.gate_up, counts, first).to(accumulator(rows.dtype))
         if self.gate_up_bias is not None:
-            wide_columns = wide_columns + _of_rows(self.gate_up_bias, counts, len(rows))
+            wide_columns = wide_columns + _row_biases(self.gate_up_bias, counts, len(rows))
         hidden = self.unit(wide_columns)
         if gates is not None:
             hidden = hidden * gates[:, None]
         outputs = _GroupedProduct.apply(hidden.to(rows.dtype), self.down, counts, second)
         if self.down_bias is None:
             return outputs
-        biases = _of_rows(self.down_bias, counts, len(rows))
+        biases = _row_biases(self.down_bias, counts, len(rows))
         return outputs + (biases if gates is None else biases * gates[:, None])
 
 
-def _of_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+def _row_biases(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
     """The bias of each row's expert, in float32 or wider; its gradient is summed there and rounded once."""
     experts = torch.arange(len(bias), device=bias.device)
     expert_of_row = experts.repeat_interleave(counts, output_size=rows)

@@ -164,7 +164,7 @@ def offsets_of(name: str, values: Tensor | Sequence[int]) -> Tensor:
     return offsets
 
 
-def check_tensor_of_offsets(name: str, values: Tensor) -> None:
+def check_offset_tensor(name: str, values: Tensor) -> None:
     """Reject a list, another shape than a row, or another dtype than integers. Does not wait for the device."""
     offsets = offsets_of(name, values)
     if not isinstance(values, Tensor):

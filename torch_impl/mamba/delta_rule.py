@@ -83,9 +83,9 @@ def gated_delta_rule(
         raise Rejected(f"initial_state has {len(initial_state)} states; pass one for each of {b * sequences} sequences")
     initial = None if initial_state is None else initial_state.to(wide).unflatten(0, (b, sequences))
     if not tokens.total:
-        return value, _final_without_tokens(
-            initial, b * sequences, key, value, cp_group
-        ) if output_final_state else None
+        if not output_final_state:
+            return value, None
+        return value, _final_without_tokens(initial, b * sequences, key, value, cp_group)
     # 2. The chunks of this rank's runs, each as a function of the state that enters it.
     runs = runs_of(tokens, chunk_size, query.device)
     factor = max(query.shape[3], 1) ** -0.5 if scale is None else scale

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Rejected, Sharded, ShardedInt, contract
 from torch_impl.layouts.columns import MambaSizes
-from torch_impl.layouts.divisibility import check_tensor_of_offsets
+from torch_impl.layouts.divisibility import check_offset_tensor
 from torch_impl.mamba.mamba_ssm_kernels import conv_kernel, kernel_conv
 from torch_impl.mamba.scan import scan
 
@@ -137,4 +137,4 @@ def check_stream(x: Tensor, cu_seqlens: Tensor | None) -> None:
             rule = "with cu_seqlens; one stream is [t, w] or [1, t, w]"
         raise Rejected(f"input is {list(x.shape)} {rule}")
     if cu_seqlens is not None:
-        check_tensor_of_offsets("cu_seqlens", cu_seqlens)
+        check_offset_tensor("cu_seqlens", cu_seqlens)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.contract import Rejected, TypeProblem, type_name
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.divisibility import check_tensor_of_offsets
+from torch_impl.layouts.divisibility import check_offset_tensor
 from torch_impl.layouts.token_layout import dense_layout, stream_layout
 
 PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # order -> the layout kind of a packed stream
@@ -63,7 +63,7 @@ def shard_layout(
     if len(x) != 1 and cu_seqlens is not None:
         raise Rejected(f"{name} is {list(x.shape)} with cu_seqlens; a packed stream is one row, [1, t, ...]")
     if cu_seqlens is not None:
-        check_tensor_of_offsets("cu_seqlens", cu_seqlens)
+        check_offset_tensor("cu_seqlens", cu_seqlens)
     if not isinstance(order, TokenLayout) or order.kind != "ragged":
         return batch_layout(order, rows * group.size(), cu_seqlens, group, x.device)
     problem = _rank_problem(order, group)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from shardproof.declare import dim_formulas, discover, from_contract, validation
-from shardproof.declare.case import CaseSpec
+from shardproof.declare.case import CaseSpec, SizesAndOptions
 from shardproof.declare.declaration_errors import DeclarationErrors
 from shardproof.declare.declared import Cost, Declared
 from shardproof.declare.draws import Draw, values
@@ -120,7 +120,7 @@ def scheme(
     setup: Callable[[Any], Any] | None = None,
     around: Callable[[Any], AbstractContextManager[Any]] | None = None,
     module: str | None = None,
-    assume: Callable[[CaseSpec], Any] | None = None,
+    assume: Callable[[SizesAndOptions], Any] | None = None,
     isolate: tuple[str, ...] = (),
     excluded_conditions: tuple[str, ...] | None = None,
     nan_cotangents: Mapping[str, Callable[..., Any]] | None = None,

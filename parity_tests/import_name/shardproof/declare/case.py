@@ -20,6 +20,38 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 SPARE = "spare"  # the outer axis added to a scheme's mesh to run it inside a subgroup
 
 
+LATER = ("dtype", "itemsize", "accumulator_itemsize", "layouts", "lengths", "values", "seed", "conditions")
+
+
+@dataclass(frozen=True)
+class SizesAndOptions:
+    """The part of a case that `assume` sees: its mesh, dims and options, by name too. All else is drawn later.
+
+    Errors: ValueError for reading a field that is drawn later.
+    """
+
+    scheme: str
+    mesh: Mapping[str, int]
+    dims: Mapping[str, int]
+    options: Mapping[str, Any]
+
+    @property
+    def scheme_mesh(self) -> dict[str, int]:
+        return dict(self.mesh)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh.values())
+
+    def __getattr__(self, name: str) -> Any:
+        for table in ("dims", "mesh", "options"):
+            if name in self.__dict__.get(table, {}):
+                return self.__dict__[table][name]
+        if name in LATER:
+            raise ValueError(f"{name} is drawn after sizes and options; declare schemes with other draws instead")
+        raise AttributeError(f"case {self.__dict__.get('scheme')!r} has no dim, mesh axis or option {name!r}")
+
+
 @dataclass(frozen=True, eq=False)
 class CaseSpec:
     """One example of a scheme: mesh, dims, dtype, layouts, values, options and seeds.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardproof.declare.case import CaseSpec
+from shardproof.declare.case import CaseSpec, SizesAndOptions
 from shardproof.declare.dim_formulas import names_in
 from shardproof.declare.draws import Draw
 from shardproof.declare.spec import Spec
@@ -157,7 +157,7 @@ class Declared:
     setup: Callable[[Any], Any] | None = None  # `setup(mesh)`, called once per rank and mesh
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # `around(mesh)`, for forward and backward
     module: str | None = None  # the input tree that holds the parameters of the returned module
-    assume: Callable[[CaseSpec], Any] | None = None  # `assume(case)`: whether these sizes are drawn
+    assume: Callable[[SizesAndOptions], Any] | None = None  # `assume(case)`: whether these sizes are drawn
     excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not support
     sums: str | None = None  # "float32": only inputs and results are rounded to a narrower tested dtype
     ties: str | None = None  # "ordered": which of equal inputs comes first is promised

@@ -367,8 +367,6 @@ def check_surroundings(
         raise errors(f"isolate is {isolate!r}; give a tuple of module names, such as ('megatron.core',)")
     if cost is not None:
         _check_cost(cost, inputs, errors)
-    if {"dtype", "itemsize"} & {*getattr(getattr(assume, "__code__", None), "co_names", ())}:
-        raise errors("assume reads the dtype, which is drawn after sizes and options; declare a scheme for each dtype")
     for name in isolate:
         if name in SHARED:
             raise errors(f"isolate names {name!r}, whose thousand modules ranks share; name the one that is changed")

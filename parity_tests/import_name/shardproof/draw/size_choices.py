@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jax_ref.layouts import indivisible, needs
-from shardproof.declare.case import LARGEST_WORLD, CaseSpec
+from shardproof.declare.case import LARGEST_WORLD, SizesAndOptions
 from shardproof.declare.declaration_failure import DeclarationFailure, of_scheme
 from shardproof.declare.declared import Declared
 from shardproof.declare.dim_formulas import complete_dims, names_in
@@ -230,7 +230,7 @@ def assumed_options(
         return list(itertools.islice(tried, 1))
     allowed = []
     for options in tried:
-        case = CaseSpec(scheme.key, mesh, shape, options=options)
+        case = SizesAndOptions(scheme.key, mesh, shape, options)
         try:
             allowed += [options] if scheme.assume(case) else []
         except BaseException as error:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.declare.case import CaseSpec
+from shardproof.declare.case import SizesAndOptions
 from shardproof.declare.conditions import excluded_by_default
 from shardproof.declare.declared import Declared, Implementation
 from shardproof.declare.validation import SHARED
@@ -81,7 +81,7 @@ def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
     if len(possible) == len(combinations):
         return scheme
 
-    def is_possible(case: CaseSpec) -> bool:
+    def is_possible(case: SizesAndOptions) -> bool:
         allowed = any(all(case.options[name] == value for name, value in each.items()) for each in possible)
         return allowed and (scheme.assume is None or bool(scheme.assume(case)))
 
