@@ -111,6 +111,12 @@ class Norm(nnx.Module):
         return x / jnp.sqrt(mean_square + self.eps) * self.weight[...][None, None, :]
 
 
+def is_padding(padded: Int[Array, " n"], real: Int[Array, " n"], length: int) -> Bool[Array, " t"]:
+    """Whether each of `length` tokens of a stream is padding, behind the real tokens of its document."""
+    token, start = jnp.arange(length)[:, None], padded[None, :-1]
+    return ~((token >= start) & (token < start + jnp.diff(real)[None])).any(-1)
+
+
 class Mlp(nnx.Module):
     """(down_proj(silu(gate_proj(x)) * up_proj(x)), a router loss of 0)."""
 
@@ -120,7 +126,9 @@ class Mlp(nnx.Module):
         self.up_proj = nnx.Linear(d, inner, use_bias=False, rngs=rngs)
         self.down_proj = nnx.Linear(inner, d, use_bias=False, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b s d"]) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
+    def __call__(
+        self, x: Float[Array, "b s d"], is_padding: Bool[Array, " s"]
+    ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)), jnp.zeros((), x.dtype)
 
 
@@ -142,21 +150,27 @@ class Experts(nnx.Module):
 
 
 class Moe(nnx.Module):
-    """Each token's experts have the k largest p = softmax(router(x)); gates are these p divided by their sum."""
+    """Each token's experts have the k largest p = softmax(router(x)); gates are these p divided by their sum.
+
+    Padding has no expert: its output is 0, and no loss counts it.
+    """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.k, self.coefficients = config.num_experts_per_tok, (config.balance_coefficient, config.z_coefficient)
         self.router = nnx.Linear(config.hidden_size, config.num_experts, use_bias=False, rngs=rngs)
         self.experts = Experts(config)
 
-    def __call__(self, x: Float[Array, "b s d"]) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
+    def __call__(
+        self, x: Float[Array, "b s d"], is_padding: Bool[Array, " s"]
+    ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
         """(output, router loss): the weighted balance loss and z-loss, as a mean over sequences."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.router(tokens)
         gates, experts, probabilities = softmax_top_k(logits, self.k, norm_topk_prob=True)
+        experts = jnp.where(jnp.tile(is_padding, len(x))[:, None], -1, experts)
         by_sequence = (each.reshape(*x.shape[:2], -1) for each in (probabilities, experts))
         balance, z = self.coefficients
-        loss = balance * sequence_balance_loss(*by_sequence).mean() + z * z_loss(logits)
+        loss = balance * sequence_balance_loss(*by_sequence).mean() + z * z_loss(logits, experts)
         return self.experts(tokens, gates, experts).reshape(x.shape), loss
 
 
@@ -173,7 +187,7 @@ class AttentionLayer(nnx.Module):
         self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
         x = x + self.self_attn(self.input_layernorm(x), padded, real)
-        y, router_loss = self.mlp(self.post_attention_layernorm(x))
+        y, router_loss = self.mlp(self.post_attention_layernorm(x), is_padding(padded, real, x.shape[1]))
         return x + y, router_loss
 
 

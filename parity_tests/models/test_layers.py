@@ -3,14 +3,17 @@
 import jax.numpy as jnp
 import pytest
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from jax_ref.expert_parallel import mixture, sequence_balance_loss, softmax_top_k, z_loss
 from jax_ref.models import rotated as reference
-from shardproof import CaseSpec, integers, scheme, values
+from shardproof import CaseSpec, integers, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.expert_parallel import sum_gradients
+from torch_impl.layouts import TokenLayout
 from torch_impl.models import HybridConfig, Placement
 from torch_impl.models.layers import Experts, Moe, rotated
 
@@ -96,16 +99,16 @@ OF_LAYER = {
 }
 
 
+LEAVES_OF_LAYER = tuple(f"parameters.{part}.{leaf}" for part, leaves in OF_LAYER.items() for leaf in leaves)
+
+
 @scheme(
     reference=step_of_layer,
     mesh={"dp": (1, 2), "cp": (1, 2, 3)},
     inputs={"x": "m b/dp s/cp:dual_chunk_swap d", "parameters": OF_LAYER},
     outputs="dp=P cp=P",
     dims={"m": (2, 1), "d": (4, 3), "e": (4, 3), "f": (6, 4), "u": "2*f"},
-    draw={
-        name: values("normal")
-        for name in ("x", *(f"parameters.{part}.{leaf}" for part, leaves in OF_LAYER.items() for leaf in leaves))
-    },
+    draw={name: values("normal") for name in ("x", *LEAVES_OF_LAYER)},
     options={"k": (1, 2, 3), "balance": (0.5, 0.0), "z": (0.25, 0.0)},
     nograd=("x",),
     module="parameters",
@@ -126,6 +129,59 @@ def step_with_router_losses(mesh, x, parameters, k, balance, z):
     total = x.new_zeros(())
     for batch in x:
         loss = layer(batch).square().sum() / (len(x) * mesh.total("b") * mesh.total("s") * d)
+        loss.backward()
+        total = total + loss.detach()
+    sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])
+    return total + sum(layer.end_step()), layer
+
+
+def step_of_packed_layer(x, cu_padded, cu_real, parameters, k, balance, z):
+    """As `step_of_layer` of each stream's real tokens alone, with an output of 0 for padding."""
+    token, end = jnp.arange(x.shape[1]), cu_padded[:-1] + jnp.diff(cu_real)
+    is_real = ((token[:, None] >= cu_padded[None, :-1]) & (token[:, None] < end[None])).any(-1)
+    router, stacks = parameters["router"]["weight"], parameters["experts"]
+    e, d, f = stacks["down_proj"].shape
+    y = all_experts(x, router, stacks["gate_up_proj"].reshape(e, 2, f, d), stacks["down_proj"], k)
+    logits = x @ router.T
+    _, experts, probabilities = softmax_top_k(logits, k)
+    experts = jnp.where(is_real[None, :, None], experts, -1)
+    of_z = jnp.stack([z_loss(*each) for each in zip(logits, experts, strict=True)])
+    routed = balance * sequence_balance_loss(probabilities, experts).mean() + z * of_z.mean()
+    return jnp.mean(jnp.where(is_real[None, :, None], y, 0.0) ** 2) + routed
+
+
+@scheme(
+    reference=step_of_packed_layer,
+    mesh={"dp": (1, 2), "cp": (1, 2, 4)},
+    inputs={"x": "b/dp t/cp:packed d", "cu_padded": "q", "cu_real": "q", "parameters": OF_LAYER},
+    outputs="dp=P cp=P",
+    dims={"t": (16,), "q": (4, 5), "d": (4, 3), "e": (4, 3), "f": (6, 4), "u": "2*f"},
+    draw={
+        **{name: values("normal") for name in ("x", *LEAVES_OF_LAYER)},
+        "cu_padded": offsets("t", padded=True),
+        "cu_real": offsets("t"),
+    },
+    options={"k": (1, 2, 3), "balance": (0.5, 0.0), "z": (0.25, 0.0)},
+    nograd=("x",),
+    module="parameters",
+    dtypes=("float32", "float64"),
+    roundings=8,
+    reduction=("b", "t", "d", "f"),
+)
+@pytest.mark.cases(20)
+def step_of_packed_streams(mesh, x, cu_padded: Int[Tensor, "q"], cu_real: Int[Tensor, "q"], parameters, k, balance, z):
+    e, d, f = parameters["experts"]["down_proj"].shape
+    config = HybridConfig(
+        hidden_size=d, num_experts=e, num_experts_per_tok=k, moe_intermediate_size=f,
+        balance_coefficient=balance, z_coefficient=z,
+    )  # fmt: skip
+    layer = Moe(config, Placement(mesh["cp"], mesh["cp"]), device=x.device, dtype=x.dtype)
+    layer.load_state_dict({f"{part}.{leaf}": x for part, leaves in parameters.items() for leaf, x in leaves.items()})
+    layout = TokenLayout.packed(cu_padded, cu_real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    layer.begin_step(shards=mesh.total("b") * mesh.size("cp"), averaged_over=1)
+    total = x.new_zeros(())
+    for stream in x:
+        loss = layer(stream[None], layout).square().sum() / (mesh.total("b") * mesh.total("t") * d)
         loss.backward()
         total = total + loss.detach()
     sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])

@@ -92,7 +92,8 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(d, inner, bias=False, **factory)
         self.down_proj = nn.Linear(inner, d, bias=False, **factory)
 
-    def forward(self, x: Float[Tensor, "*a d"]) -> Float[Tensor, "*a d"]:
+    def forward(self, x: Float[Tensor, "*a d"], layout: TokenLayout | None = None) -> Float[Tensor, "*a d"]:
+        """See the class; `layout` is not read, since each token is mapped by itself."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -134,8 +135,8 @@ class Moe(nn.Module):
         x  "b s/cp d"   ->   the same
 
     From `begin_step` to `end_step` the router's losses are added to the step's loss (`with_loss`): the balance loss and
-    the z-loss of each sequence, times their coefficients, as a mean over all sequences of the step. Padding is routed
-    and counted like any other token.
+    the z-loss of each sequence, times their coefficients, as a mean over all sequences of the step. Padding of the
+    layout has no expert: its output is 0, and no loss counts it. Without a layout every row is a token.
 
     Cost:   in a step forward 1 all_reduce of b * (e + 1) int64 over cp.
     """
@@ -162,17 +163,21 @@ class Moe(nn.Module):
         self.loss_scale = None
         return self.shares
 
-    def forward(self, x: Float[Tensor, "b s d"]) -> Float[Tensor, "b s d"]:
+    def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout | None = None) -> Float[Tensor, "b s d"]:
         """See the class."""
         logits = self.router(x.flatten(0, 1))
         gates, experts, probabilities = softmax_top_k(logits, self.config.num_experts_per_tok, norm_topk_prob=True)
+        if layout is not None:
+            is_padding = layout.padding_mask[layout.local_index].repeat(len(x))
+            experts = experts.masked_fill(is_padding[:, None], -1)
         y = self.experts(x.flatten(0, 1), experts, gates).view(x.shape)
         if self.loss_scale is None:
             return y
         # 1. The losses of each sequence; the other cp ranks have the rest of its tokens.
         cp, rows = self.placement.cp, x.shape[:2]
+        tokens = rows[1] * cp.size() if layout is None else layout.cu_real[-1]
         balance = sequence_balance_loss(probabilities.unflatten(0, rows), experts.unflatten(0, rows), cp).sum()
-        z = z_loss(logits, rows[1] * cp.size())
+        z = z_loss(logits, tokens, experts)
         loss = self.loss_scale * (self.config.balance_coefficient * balance + self.config.z_coefficient * z)
         # 2. Record the loss once per backward; a recomputed forward (activation checkpointing) adds nothing.
         if loss.requires_grad:
@@ -195,7 +200,7 @@ class AttentionLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
         x = x + self.self_attn(self.input_layernorm(x), layout)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), layout)
 
 
 class MambaLayer(nn.Module):
