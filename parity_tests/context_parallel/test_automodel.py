@@ -1,0 +1,283 @@
+"""Parity of NeMo Automodel's names for sharding over cp: by the positions of a rank, and by a sharder of a batch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from jax_ref.context_parallel import shard_and_squares
+from parity_tests.context_parallel.drawn_rows import FILL
+from parity_tests.rejections import rejected
+from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
+from shardproof.engines.engines import run
+from torch_impl.context_parallel.adapters import automodel
+
+Rows = Float[Tensor, "b l d"]
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def unpadded(x):
+    return shard_and_squares(x, x.shape[1])
+
+
+def positions_and_rows(c):
+    """One gather of the rows and one of their positions, and the sum of the rows' gradients."""
+    if c.cp == 1:
+        return Cost()
+    numbers = c.b * c.s * c.d
+    return Cost(
+        forward={"all_gather": (2, numbers // c.cp * c.itemsize + c.s // c.cp * 8)},
+        backward={"reduce_scatter": (1, numbers * c.accumulator_itemsize)},
+    )
+
+
+BY_POSITIONS = dict(
+    reference=unpadded,
+    mesh={"cp": (2, 1, 3, 4)},
+    inputs={"x": "b s d cp=R"},
+    rank_options={"from_end": (False, True)},
+    dtypes=DTYPES,
+    cost=positions_and_rows,
+)
+
+
+def there_and_back(mesh, x, indices_of, from_end) -> tuple[Rows, Rows]:
+    index = indices_of(mesh.device_mesh["cp"], x.shape[1])
+    dim = -2 if from_end else 1
+    shard = automodel.shard_token_tensor_by_indices(x, index, dim)
+    return shard, automodel.gather_token_tensor_by_indices(mesh.device_mesh["cp"], shard.square(), index, dim)
+
+
+@scheme(**BY_POSITIONS, outputs=("b s/cp d", "b s d cp=R"))
+def contiguous_positions(mesh, x, from_end) -> tuple[Rows, Rows]:
+    return there_and_back(mesh, x, automodel.contiguous_local_indices, from_end)
+
+
+@scheme(**BY_POSITIONS, outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"))
+def round_robin_positions(mesh, x, from_end) -> tuple[Rows, Rows]:
+    return there_and_back(mesh, x, automodel.round_robin_local_indices, from_end)
+
+
+def without_last_columns(x, less):
+    return shard_and_squares(x, x.shape[1] - less)
+
+
+def one_gather(c, tokens):
+    numbers = c.b * tokens * c.d
+    return Cost(
+        forward={"all_gather": (1, numbers // c.cp * c.itemsize)},
+        backward={"reduce_scatter": (1, numbers * c.accumulator_itemsize)},
+    )
+
+
+PADDED = dict(
+    reference=without_last_columns,
+    mesh={"cp": (2, 1, 3, 4)},
+    inputs={"x": "b s d cp=R"},
+    outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"),
+    options={"less": (3, 2, 1, 0)},
+    dtypes=DTYPES,
+    assume=lambda c: c.less < c.s,
+)
+
+
+def filled(mesh, x, shard, full, length) -> tuple[Rows, Rows]:
+    """A shard and rows of `length` columns, with zeros in place of the last columns of `x` that they lack."""
+    local = x.shape[1] // mesh.size("cp")
+    return F.pad(shard, (0, 0, 0, local - shard.shape[1])), F.pad(full, (0, 0, 0, x.shape[1] - length))
+
+
+@scheme(**PADDED)
+def padded_sequence(mesh, x, less) -> tuple[Rows, Rows]:
+    """The last `less` columns are padding."""
+    rows = x[:, : x.shape[1] - less]
+    shard, index, length = automodel.shard_sequence_for_cp_round_robin(mesh.device_mesh["cp"], rows)
+    full = automodel.gather_token_tensor_by_indices(mesh.device_mesh["cp"], shard.square(), index)
+    return filled(mesh, x, shard, full, length)
+
+
+@scheme(**PADDED, rank_options={"is_owned": (False, True), "is_padded": (False, True)})
+def padded_rows(mesh, x, less, is_owned, is_padded) -> tuple[Rows, Rows]:
+    """The last `less` columns are padding, which a tensor of the batch may have already."""
+    rows = x[:, : x.shape[1] - less]
+    cp_mesh, batch = mesh.device_mesh["cp"], {"input_ids": rows.new_zeros(rows.shape[:2], dtype=torch.int64)}
+    if is_owned:
+        own = {"shard_batch": automodel.shard_batch_load_balanced}
+        sharder = automodel.ContextParallelSharder(device_mesh=cp_mesh, **own)
+    else:
+        sharder = automodel.ContextParallelSharder(None, mesh.device_mesh, batch)
+    sharder.shard(batch)
+    padding = sharder.shard_layout.padded_seq_len - rows.shape[1]
+    shard = sharder.shard_token_tensor(F.pad(rows, (0, 0, 0, padding)) if is_padded else rows, fill=0.0)
+    return filled(mesh, x, shard, sharder.gather_token_tensor(shard.square(), trim=True), rows.shape[1])
+
+
+def packed_rows_alone(x, padded, real):
+    return shard_and_squares(x, x.shape[1])
+
+
+@scheme(
+    reference=packed_rows_alone,
+    mesh={"cp": (1, 2, 4)},
+    inputs={"x": "b t d cp=R", "padded": "q", "real": "q"},
+    outputs=("b t/cp:packed d", "b t d cp=R"),
+    dims={"b": (2, 4), "q": (3, 5, 2), "t": (24, 40, 16), "d": (2, 1, 5)},
+    draw={"padded": lengths("t", padded=True), "real": lengths("t")},
+    rank_options={"num_chunks": (2, 1), "trim": (True, False)},
+    dtypes=DTYPES,
+    cost=lambda c: one_gather(c, c.t),
+)
+def packed_rows(mesh, x, padded, real, num_chunks, trim) -> tuple[Rows, Rows]:
+    seq_lens, seq_lens_padded = (F.pad(each, (0, 1), value=FILL).expand(len(x), -1) for each in (real, padded))
+    ids = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])
+    batch = {"input_ids": ids, "seq_lens": seq_lens, "seq_lens_padded": seq_lens_padded, "qkv_format": "thd"}
+    sharder = automodel.ContextParallelSharder(None, mesh.device_mesh, batch, num_chunks=num_chunks)
+    _, sharded = sharder.shard(batch)
+    assert torch.equal(sharder.shard_token_tensor(ids), sharded["input_ids"])
+    shard = sharder.shard_token_tensor(x)
+    full = sharder.gather_token_tensor(shard.square(), seq_dim=0, trim=trim)
+    tokens = shard.flatten(0, 1) if num_chunks > 1 else shard
+    return tokens.unflatten(0, (len(x), -1)), full if trim else full.unflatten(0, x.shape[:2])
+
+
+SCHEMES = (contiguous_positions, round_robin_positions, padded_sequence, padded_rows, packed_rows)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+
+
+def on_ranks(n, body):
+    return run(body, CaseSpec(scheme="automodel", mesh={"cp": n})).results
+
+
+class Owner(nn.Module):
+    """A model that shards its batches itself, in blocks, and adds an entry to them."""
+
+    def prepare_model_inputs_for_cp(self, batch, num_chunks):
+        own = automodel.ContextParallelSharder(
+            shard_batch=self.shard_blocks, local_token_global_indices=automodel.contiguous_local_indices
+        )
+        return {"cp_sharder": own, "chunks": num_chunks}
+
+    def shard_blocks(self, cp_mesh, tp_mesh, batch, *, loss_mask=None, padding_token_id=0):
+        ids, _, padded = automodel.shard_sequence_for_cp_contiguous(
+            cp_mesh, batch["input_ids"], pad_value=padding_token_id, pad_multiple=3
+        )
+        layout = automodel.ShardLayout(original_seq_len=batch["input_ids"].shape[1], padded_seq_len=padded)
+        return nullcontext, {**batch, "input_ids": ids}, layout
+
+
+def test_a_model_may_own_the_sharder():
+    def body(mesh, case):
+        batch = {"input_ids": torch.arange(1, 11).view(1, 10)}
+        sharder = automodel.ContextParallelSharder(Owner(), mesh.device_mesh, batch, padding_token_id=-7)
+        _, sharded = sharder.shard(batch)
+        gathered = sharder.gather_token_tensor(sharded["input_ids"], trim=True)
+        return sharded["input_ids"].tolist(), sharded["chunks"], gathered.tolist()
+
+    full = [[*range(1, 11)]]
+    assert on_ranks(2, body) == (([[*range(1, 7)]], 1, full), ([[7, 8, 9, 10, -7, -7]], 1, full))
+
+
+def test_rows_of_a_function_that_packs():
+    """Its ShardLayout has the shape of the rows and each rank's positions of their stream."""
+
+    def body(mesh, case):
+        rows = torch.arange(8).view(2, 4)
+        index = torch.tensor([[0, 3, 4, 7], [1, 2, 5, 6]])[mesh.rank("cp")]
+        layout = automodel.ShardLayout(index, padded_seq_len=8, input_row_shape=(2, 4))
+        sharder = automodel.ContextParallelSharder(
+            device_mesh=mesh.device_mesh, shard_batch=lambda *_, **__: (nullcontext, {}, layout)
+        )
+        sharder.shard({})
+        shard = sharder.shard_token_tensor(rows)
+        return shard.tolist(), sharder.gather_token_tensor(shard, seq_dim=0, trim=True).tolist()
+
+    full = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert on_ranks(2, body) == (([0, 3, 4, 7], full), ([1, 2, 5, 6], full))
+
+
+def sharded_by(mesh, length=6):
+    batch = {"input_ids": torch.zeros(2, length, dtype=torch.int64)}
+    sharder = automodel.ContextParallelSharder(None, mesh.device_mesh, batch)
+    sharder.shard(batch)
+    return sharder
+
+
+X = torch.zeros(2, 8)
+REJECTED = [
+    (
+        "length",
+        lambda m: automodel.contiguous_local_indices(m.device_mesh["cp"], 7),
+        "context_parallel.contiguous_local_indices: padded_seq_len=7 cannot be sharded by contiguous over cp=2 "
+        "(needs a multiple of 2); pad to 8",
+    ),
+    (
+        "index",
+        lambda m: automodel.shard_token_tensor_by_indices(X, torch.tensor([0, 8])),
+        "context_parallel.shard_token_tensor_by_indices: local_indices are 0 to 8, "
+        "but tensor has 8 positions along dim 1",
+    ),
+    (
+        "negative index",
+        lambda m: automodel.shard_token_tensor_by_indices(X, torch.tensor([-1, 3])),
+        "context_parallel.shard_token_tensor_by_indices: local_indices are -1 to 3, "
+        "but tensor has 8 positions along dim 1",
+    ),
+    (
+        "number of indices",
+        lambda m: automodel.gather_token_tensor_by_indices(m.device_mesh["cp"], X, torch.arange(4)),
+        "context_parallel.gather_token_tensor_by_indices: local_indices has 4 "
+        "and tensor has 8 positions along dim 1; pass one for each",
+    ),
+    (
+        "neither",
+        lambda m: automodel.ContextParallelSharder(None, m.device_mesh),
+        "ContextParallelSharder: has neither batch nor shard_batch; pass the batch to shard, or a function that "
+        "shards it",
+        TypeError,
+    ),
+    (
+        "no fill",
+        lambda m: sharded_by(m).shard_token_tensor(torch.zeros(2, 6)),
+        "ContextParallelSharder.shard_token_tensor: the batch is padded from 6 to 8 positions; pass the fill of tensor",
+    ),
+    (
+        "other length",
+        lambda m: sharded_by(m).shard_token_tensor(torch.zeros(2, 5), fill=0),
+        "ContextParallelSharder.shard_token_tensor: tensor has 5 along dim 1, but the batch 6 positions, padded to 8; "
+        "pass one of these",
+    ),
+    (
+        "other shard",
+        lambda m: sharded_by(m).gather_token_tensor(torch.zeros(2, 3)),
+        "ContextParallelSharder: the tensor has 6 positions on all ranks, the batch 8; pass a tensor of this batch",
+    ),
+    (
+        "before a batch",
+        lambda m: automodel.ContextParallelSharder(None, m.device_mesh, {}).shard_token_tensor(X),
+        "ContextParallelSharder: no batch is sharded yet; call shard(batch) first",
+    ),
+    (
+        "mesh of another name",
+        lambda m: automodel.shard_batch_load_balanced(m.device_mesh["tp"], None, {"input_ids": X.long()}),
+        "context_parallel.shard_batch_load_balanced: cp_mesh has the dims ('tp',); pass mesh['cp']",
+    ),
+]
+test_rejection = rejected({"cp": 2, "tp": 1}, REJECTED)
+
+
+def test_positions_of_two_ranks_that_overlap_are_rejected():
+    """On every rank; the positions have to be gathered first."""
+
+    def body(mesh, case):
+        with pytest.raises(ValueError, match="local_indices of all ranks are not 0 to 7, each once"):
+            automodel.gather_token_tensor_by_indices(mesh.device_mesh["cp"], X[:, :4], torch.arange(4))
+
+    on_ranks(2, body)
