@@ -127,10 +127,9 @@ def test_parity(of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [277, 324])
-def test_a_norm_that_comes_near_to_0_by_rounding_is_undecided_in_bfloat16(seed):
+def test_a_norm_that_comes_near_to_0_by_rounding_is_undecided_in_bfloat16():
     """The mixer's norm divides by it: the gradient grows by more than any derivative says, from one float64 too."""
-    case = tied_hybrid_in_stages.case(seed=seed, dtype="bfloat16")
+    case = tied_hybrid_in_stages.case(seed=324, dtype="bfloat16")
     assert verify_case(tied_hybrid_in_stages, case).verdict == "mismatch"
     assert verify_or_undecided(tied_hybrid_in_stages, case).undecided_reason == CHOICE
 

@@ -7,4 +7,5 @@ from torch_impl.optimizers.newton_schulz import fewest_bytes as fewest_bytes
 from torch_impl.optimizers.newton_schulz import newton_schulz as newton_schulz
 from torch_impl.optimizers.parameter_kinds import ParameterKinds as ParameterKinds
 from torch_impl.optimizers.parameter_kinds import parameter_kinds as parameter_kinds
+from torch_impl.optimizers.replica_gradients import ReplicaGradients as ReplicaGradients
 from torch_impl.optimizers.zero1 import Zero1 as Zero1
