@@ -100,7 +100,6 @@ def on_ranks(body, **mesh):
     return run(body, CaseSpec(scheme="finite", mesh=mesh or {"dp_shard": 2, "tp": 2}))
 
 
-@pytest.mark.slow
 def test_the_first_parameter_by_name_is_reported_on_every_rank():
     for at, name in (("output", "blocks.0.down.weight"), ("aside", "aside")):
         message = on_ranks(lambda mesh, case: outcome(mesh, (1, 0), "nan", at=at)).results  # noqa: B023
@@ -123,7 +122,6 @@ def test_large_finite_numbers_are_no_alarm():
     assert on_ranks(body, dp_shard=2).results == (True, True)
 
 
-@pytest.mark.slow
 def test_cost_and_when():
     """Four bytes for each backward that reduces, over all ranks; none in those that accumulate."""
 
@@ -140,7 +138,6 @@ def test_cost_and_when():
     assert rows(False, True) == [] and rows(True, False) == []
 
 
-@pytest.mark.slow
 def test_a_second_backward_is_looked_at_too():
     def body(mesh, case):
         model = nvfsdp_strategy_parallelize(net(), mesh.device_mesh, [BLOCK], plan())
