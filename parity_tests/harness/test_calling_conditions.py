@@ -1,8 +1,11 @@
 """Each calling condition finds a function that is wrong only under it, and is named in the report."""
 
+import re
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
@@ -16,6 +19,7 @@ from shardproof.declare.conditions import (
     record_of,
     with_one_less,
 )
+from shardproof.declare.declaration_failure import DeclarationFailure
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.verify_one_case import verify_case
@@ -160,14 +164,14 @@ WRONG = {
     ),
     "overwritten": (lambda mesh, a, b: (a.mul(2), b), (), "the caller overwrites its inputs afterwards"),
     "nan_cotangents": (
-        lambda mesh, a, b: (2 * a * ~first_row(None, a.shape), 2 * b), (),
+        lambda mesh, a, b: (2 * a * ~(torch.arange(len(a))[:, None] == 0), 2 * b), (),
         "the cotangent of out[0] is NaN in rows that are not read",
     ),
 }  # fmt: skip
 
 
-def first_row(case, shape):
-    return torch.arange(shape[0])[:, None] == 0
+def first_row(case, inputs):
+    return np.broadcast_to(np.arange(case.b)[:, None] == 0, inputs["a"].shape)
 
 
 REFERENCES = {
@@ -448,3 +452,26 @@ def test_an_output_that_is_nan_leaves_the_gradient_undefined_without_a_cotangent
         case = draw_case(doubled_and_root_in_one_message, seeded_chooser(0), {"tp": 2, "b": 4, "v": 8})
         report = verify_case(doubled_and_root_in_one_message, case.replace(conditions={"unused": ["out[1]"]}))
         assert report.ok == (factor == 2), str(report)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (lambda case, inputs: None, "returned NoneType; return bools over leading dims of [2, 3]"),
+        (lambda case, inputs: inputs["a"], "returned float64 [2, 3]; return bools over leading dims of [2, 3]"),
+        (lambda case, inputs: inputs["a"].T > 0, "returned bool [3, 2]; return bools over leading dims of [2, 3]"),
+        (lambda case, inputs: inputs["c"], "there is no input 'c', but a, b"),
+        (lambda case, inputs: 1 / 0, "raised ZeroDivisionError at test_calling_conditions.py"),
+    ],
+)
+def test_rows_that_no_gradient_depends_on_are_bools_over_leading_dims(rows, sentence):
+    @scheme(
+        reference=lambda a, b: a * b,
+        mesh={"tp": (1,)}, inputs={"a": "b v/tp", "b": "b v/tp"}, outputs="b v/tp", nan_cotangents={"out": rows},
+    )  # fmt: skip
+    def product(mesh, a, b):
+        return a * b
+
+    case = replace(product.case(b=2, v=3, tp=1), conditions={"nan_cotangents": ["out"]})
+    with pytest.raises(DeclarationFailure, match=re.escape(sentence)):
+        verify_case(product, case)

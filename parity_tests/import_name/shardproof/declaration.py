@@ -14,6 +14,7 @@ from shardproof.declare.declared import Cost, Declared
 from shardproof.declare.draws import Draw, values
 from shardproof.declare.failed_declaration import collects
 from shardproof.declare.keywords import rejects_unknown_keywords
+from shardproof.draw import unread_rows
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -154,8 +155,9 @@ def scheme(
     backward. `isolate` names further modules and packages with separate globals for each rank of lockstep, like the
     scheme's own file and its imports. `excluded_conditions` names the calling conditions that the function does not
     support; by default `inference_mode` and `overwritten`. `nan_cotangents` names outputs with rows that no gradient
-    depends on, as those of padding, each with a function `(case, shape)` that is true for these rows: a function must
-    not read their cotangents, which are NaN in half of the cases.
+    depends on, such as padding, each with a function `(case, inputs)` of the sizes and options of a case and its full
+    inputs by name, which returns bools over leading dims of the output, True for these rows: a function must not read
+    their cotangents, which are NaN in half of the cases.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for every mistake that can be known by then. TypeError
     for an unknown keyword, with the nearest known one.
@@ -185,6 +187,9 @@ def scheme(
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
         errors.of(validation.check_promises, roundings, sums, inside, ties, nan_cotangents or {}, results)
         errors.raise_all()
+        unread, draws = unread_rows.bound(
+            nan_cotangents or {}, leaves, {arg.name: user_draws.get(arg.name, values()) for arg in leaves}
+        )
         return Scheme(
             name=name,
             fn=fn,
@@ -193,7 +198,7 @@ def scheme(
             inputs=leaves,
             outputs=results,
             output_form="dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple",
-            draws={arg.name: user_draws.get(arg.name, values()) for arg in leaves},
+            draws=draws,
             dims={**dim_formulas.groups((*leaves, *results)), **(dims or {})},
             layouts=custom,
             options=choices[0],
@@ -214,7 +219,7 @@ def scheme(
             assume=assume,
             isolate=tuple(isolate),
             excluded_conditions=excluded,
-            nan_cotangents=dict(nan_cotangents or {}),
+            nan_cotangents=unread,
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

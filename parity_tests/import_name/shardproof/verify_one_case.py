@@ -18,7 +18,7 @@ import numpy as np
 from shardproof.declare import conditions
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declaration_failure import DeclarationFailure
-from shardproof.draw import inputs
+from shardproof.draw import inputs, unread_rows
 from shardproof.engines.engines import run
 from shardproof.engines.failure import Raised, RankFailure
 from shardproof.engines.ledger import Finding, Ledger, RunResult, base
@@ -123,6 +123,7 @@ def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
     try:
         for call in (case, *conditions.other_cases(case)):
             inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
+            unread_rows.check(scheme.nan_cotangents, scheme.outputs, call)
     except ValueError as error:
         raise DeclarationFailure(f"scheme '{scheme.name}': {error}") from error
 

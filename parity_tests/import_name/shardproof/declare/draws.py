@@ -7,7 +7,7 @@ border that matter. Neither half needs Hypothesis: a chooser is any function tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,7 +62,7 @@ class Draw:
     padded: bool = False
     empty: bool = True  # whether a sequence may have no token
     full_rows: bool = False
-    nan_rows: Callable[[CaseSpec, tuple[int, ...]], np.ndarray] | None = None  # the rows that may hold NaN
+    nan_rows: Callable[..., Any] | None = None  # the rows that may hold NaN
 
     @property
     def is_integer(self) -> bool:
@@ -223,14 +223,17 @@ def has_infinities(value: dict[str, Any]) -> bool:
 
 
 def values(
-    *kinds: str, full_rows: bool = False, nan_rows: Callable[[CaseSpec, tuple[int, ...]], np.ndarray] | None = None
+    *kinds: str,
+    full_rows: bool = False,
+    nan_rows: Callable[[CaseSpec, Mapping[str, np.ndarray]], Any] | None = None,
 ) -> Draw:
     """Floating values of the given kinds, some at the borders of shards; by default, all general kinds.
 
     `positive`, `uniform` (in [0, 1)), `sorted`, `probabilities` (along the last dim) and `nan` (a fifth of the numbers)
     are drawn only if named.
-    `full_rows` lets a mask cover a full row. `nan_rows(case, shape)` is true for rows of padding, whose values a
-    function must not read: they are NaN in half of the cases.
+    `full_rows` lets a mask cover a full row. `nan_rows(case, inputs)` returns bools over leading dims, True for rows of
+    padding, whose values a function must not read: they are NaN in half of the cases. `inputs` has the other full
+    inputs by name.
     """
     unknown = [kind for kind in kinds if kind not in (*FLOAT_KINDS, *BY_NAME)]
     if unknown:

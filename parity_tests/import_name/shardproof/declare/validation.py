@@ -348,7 +348,7 @@ def excluded_conditions(module: str, names: Any, errors: DeclarationErrors) -> t
 
 
 def check_nan_cotangents(rows: Any, results: Sequence[Argument], errors: DeclarationErrors) -> None:
-    """`nan_cotangents` must be functions of the case and a shape, by the names of floating outputs."""
+    """`nan_cotangents` must be functions of the case and its inputs, by the names of floating outputs."""
     names = [arg.name for arg in results if arg.differentiable and not arg.modified]
     if not isinstance(rows, Mapping):
         raise errors(f"nan_cotangents is {type(rows).__name__}; give a dict: {{'out': rows}}")
@@ -356,7 +356,7 @@ def check_nan_cotangents(rows: Any, results: Sequence[Argument], errors: Declara
         if name not in names:
             raise errors(f"nan_cotangents has {name!r}; the floating outputs are ({', '.join(names)})")
         if not callable(function):
-            raise errors(f"nan_cotangents[{name!r}] is {type(function).__name__}; give a function (case, shape)")
+            raise errors(f"nan_cotangents[{name!r}] is {type(function).__name__}; give a function (case, inputs)")
 
 
 def check_surroundings(
