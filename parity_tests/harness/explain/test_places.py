@@ -1,10 +1,15 @@
 """Which elements are wrong, and who holds them."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Int
+from torch import Tensor
 
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
+from shardproof import offsets, scheme, values
 from shardproof.explain.clues import explain
+from shardproof.verify_one_case import verify_case
 
 
 def test_not_finite_names_the_first_element_and_its_rank():
@@ -88,3 +93,29 @@ def test_a_wider_place_adds_nothing():
         "wrong only where tp rank 2 owns (1 of its 2 elements)",
         "wrong only at padding (all of its elements)",
     )
+
+
+def test_a_border_between_sequences_that_is_not_read():
+    """The sums of the first sequence are right, and all later ones begin too high."""
+
+    def sums_of_sequences(x, cu):
+        token = jnp.arange(len(x))
+        sequence = (token[:, None] >= cu[None, 1:-1]).sum(-1)
+        is_added = (token[:, None] >= token[None]) & (sequence[:, None] == sequence[None])
+        return jnp.where(is_added, x[None], 0.0).sum(-1)
+
+    @scheme(
+        reference=sums_of_sequences,
+        mesh={"cp": (1,)},
+        inputs={"x": "t", "cu": "q"},
+        outputs="t",
+        dims={"t": (24,), "q": (4,)},
+        draw={"x": values("positive"), "cu": offsets("t", empty=False)},
+        dtypes=("float64",),
+        nograd=("x",),
+    )
+    def sums_of_everything(mesh, x, cu: Int[Tensor, "q"]):
+        return x.cumsum(0)
+
+    report = verify_case(sums_of_everything, sums_of_everything.case(seed=1, cp=1, dtype="float64"))
+    assert report.notes["out"][0] == "wrong only at sequences behind the first of t (all of its elements)"

@@ -139,7 +139,18 @@ def _borders(case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[Sh
             edges |= np.insert(changes, 0, False, axis=index) | np.insert(changes, shape[index] - 1, False, axis=index)
     # From narrow to wide: a region is named only if it is smaller than the ones before.
     halos = [_halos(case, tensor, sharded_dims, width) for width in (1, 2, 3)]
-    return masks | halos[0] | ({"shard borders": edges} if edges.any() else {}) | halos[1] | halos[2]
+    narrow = masks | halos[0] | ({"shard borders": edges} if edges.any() else {}) | halos[1] | halos[2]
+    return narrow | _later_sequences(case, names, shape)
+
+
+def _later_sequences(case: CaseSpec, names: Sequence[str], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Masks of all sequences behind the first one with tokens, where borders between sequences matter."""
+    masks = {}
+    for index, name in enumerate(names):
+        padded = [length for length in case.lengths.get(name, {}).get("padded", ()) if length]
+        if len(padded) > 1:
+            masks[f"sequences behind the first of {name}"] = _along(np.arange(sum(padded)) >= padded[0], index, shape)
+    return masks
 
 
 def _halos(
