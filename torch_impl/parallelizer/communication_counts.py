@@ -18,6 +18,7 @@ from torch_impl.expert_parallel.exchange_cost import mean_rows
 from torch_impl.parallelizer.blocks import units
 from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise, ReplicatedHeads
 from torch_impl.parallelizer.lora import LoRALinear
+from torch_impl.parallelizer.mixed_dtypes import units_of_rarer_dtypes
 from torch_impl.parallelizer.tp_styles import (
     DividedInput,
     PackedColwise,
@@ -69,22 +70,29 @@ def fsdp_counts(
 ) -> list[CollectiveCount]:
     """The gathers and reductions of each FSDP unit; modules of `experts` are units over `edp`.
 
+    Inside a unit, modules of a rarer dtype are units too, and are gathered in it.
+
     `shapes` are the parameters' shapes after tensor and expert parallelism, by parameter id.
     """
     # 1. Find the parameters of each unit. Parameters outside all blocks belong to the root, the last unit.
     groups = [[p for block in group for p in block.parameters()] for group in units(model)]
     in_blocks = {id(p) for group in groups for p in group}
     groups.append([p for p in model.parameters() if id(p) not in in_blocks])
-    module_numbers = {id(p): number for number, module in enumerate(experts) for p in module.parameters()}
+    experts = list(experts)
+    rarer = enumerate(units_of_rarer_dtypes(model, experts), len(experts))
+    in_rarer = {id(p): number for number, group in rarer for module in group for p in module.parameters()}
+    in_experts = {id(p): number for number, module in enumerate(experts) for p in module.parameters()}
+    unit_numbers = in_rarer | in_experts
     last_block, counts, keeps_dtype = len(groups) - 2, [], keeps_dtypes(model)
     for number, group in enumerate(groups):
-        # 2. Split a layer's experts from their block's unit: they are a unit inside it.
+        # 2. Split a layer's experts, and modules of a rarer dtype, from their block's unit: they are units inside it.
         parts: dict[int | None, dict[int, nn.Parameter]] = {}
         for parameter in group:
-            parts.setdefault(module_numbers.get(id(parameter)), {})[id(parameter)] = parameter
-        for experts_number, parameters in parts.items():
-            over = axes if experts_number is None or edp is None else edp
-            counts += _unit_counts(list(parameters.values()), shapes, over, number == last_block, keeps_dtype)
+            parts.setdefault(unit_numbers.get(id(parameter)), {})[id(parameter)] = parameter
+        for inner, parameters in parts.items():
+            over = edp if inner is not None and inner < len(experts) and edp is not None else axes
+            is_rarer = inner is not None and inner >= len(experts)
+            counts += _unit_counts(list(parameters.values()), shapes, over, number == last_block, keeps_dtype, is_rarer)
     return counts
 
 
@@ -94,11 +102,15 @@ def _unit_counts(
     axes: FsdpAxes,
     stays_gathered: bool,
     keeps_dtype: bool,
+    is_rarer: bool,
 ) -> list[CollectiveCount]:
-    """Count one unit: gathered in forward, again in backward unless it stays gathered, then reduced."""
+    """Count one unit: gathered in forward, again in backward unless it stays gathered, then reduced.
+
+    A unit of a rarer dtype is gathered in its own dtype.
+    """
     # FSDP pads each first dim to a multiple of the ranks.
     gathered = sum(
-        _padded_numel(shapes[id(p)], axes.shards) // axes.shards * _itemsizes(p.dtype, keeps_dtype)[0]
+        _padded_numel(shapes[id(p)], axes.shards) // axes.shards * _itemsizes(p.dtype, keeps_dtype or is_rarer)[0]
         for p in parameters
     )
     trainable = [p for p in parameters if p.requires_grad]

@@ -25,6 +25,7 @@ from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, prefetch_blocks, save_products, units
 from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts, validate_experts
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
+from torch_impl.parallelizer.mixed_dtypes import units_of_rarer_dtypes
 from torch_impl.parallelizer.registry import imported_plan, registered_strategy
 from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_sequences
 from torch_impl.parallelizer.tp_plan import PlanEntry, PlanKind, shard_modules, validate_styles, warn_of_norms
@@ -129,7 +130,8 @@ def fsdp2_strategy_parallelize(
 
     `mp_policy=None` computes in bfloat16 and reduces in float32; a model with float64 parameters stays float64.
     `output_dtype` applies to the model's output, not to each block's. Buffers keep their dtype. Units are the elements
-    of lists of layers (`units`), and the model with the rest. `reshard_after_forward=None` keeps only the last block
+    of lists of layers (`units`), and the model with the rest; modules whose trained parameters have another dtype than
+    most of their unit are units of their own, and compute in it. `reshard_after_forward=None` keeps only the last block
     gathered between forward and backward; in a pipeline pass False, or each micro-batch gathers again. `offload_policy`
     puts shards in host memory, pinned if the mesh has an accelerator. Tied parameters stay tied.
 
@@ -150,7 +152,8 @@ def fsdp2_strategy_parallelize(
             have the collectives of `shard_experts`.
     Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of a wrong type.
             ValueError for a mesh whose axes are unknown, mixed or have no names; a mesh name that is not an axis; a
-            backend that torch does not have; a model that is already parallel or has a scalar parameter; a plan that
+            backend that torch does not have; a model that is already parallel, has a scalar parameter, or parameters of
+            two dtypes in one module; a plan that
             `check_plan` rejects; a model without experts that ep can shard.
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
@@ -159,6 +162,7 @@ def fsdp2_strategy_parallelize(
     axes, styles = validate_target(model, device_mesh, _plan_of(model, tp_shard_plan), own_names=names)
     experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep), is_stage=axes.has_stages)
     styles = {name: entry for name, entry in styles.items() if name not in experts}
+    rarer = units_of_rarer_dtypes(model, experts.values())
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh
     has_sequences = sequence_parallel and axes.tp_mesh is not None and axes.size(axes.tp) > 1
@@ -179,7 +183,7 @@ def fsdp2_strategy_parallelize(
         compile_blocks(model, compile_backend)
     if experts:
         _fully_shard_experts(model, list(experts.values()), axes.edp_mesh, policy, offload, reshard_after_forward)
-    _fully_shard(model, mesh, policy, offload, reshard_after_forward)
+    _fully_shard(model, rarer, mesh, policy, offload, reshard_after_forward)
     prefetch_blocks(model, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
     return model
 
@@ -327,14 +331,21 @@ def _fully_shard_experts(
 
 def _fully_shard(
     model: nn.Module,
+    rarer: list[list[nn.Module]],
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     reshard_after_forward: bool | None,
 ) -> None:
-    """Shard each unit, then the root with the rest."""
+    """Shard each unit, inside it the modules of a rarer dtype first, then the root with the rest."""
     # `output_dtype` is for the root only: a block that returned it would pass a wide tensor to the next block.
     block_policy, groups = replace(policy, output_dtype=None), units(model)
+    own_policy = replace(block_policy, param_dtype=None, cast_forward_inputs=False)
+    in_last_unit = {id(inner) for module in (groups or [[]])[-1] for inner in module.modules()}
+    for group in rarer:
+        frees = id(group[0]) not in in_last_unit if reshard_after_forward is None else reshard_after_forward
+        module = group if len(group) > 1 else group[0]
+        fully_shard(module, mesh=mesh, mp_policy=own_policy, offload_policy=offload, reshard_after_forward=frees)
     for group in groups:
         # Backward begins with the last block: if it were freed after forward, it would be gathered again at once.
         frees = group is not groups[-1] if reshard_after_forward is None else reshard_after_forward

@@ -1,0 +1,70 @@
+"""Parameters of several dtypes under FSDP. A unit has one dtype, so modules of a rarer dtype are units of their own.
+
+A router, a norm or the decays of a state-space model are often float32 in a bfloat16 model. Such a module computes in
+its own dtype and gets its inputs as its caller passes them, sharded or not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+import torch
+from torch import nn
+
+from torch_impl.parallelizer.blocks import groups_by_parameters, units
+
+
+def units_of_rarer_dtypes(model: nn.Module, apart: Iterable[nn.Module] = ()) -> list[list[nn.Module]]:
+    """The largest modules whose trained parameters all have another dtype than most of their unit, in groups.
+
+    `apart` are modules that are units already. Modules that share a parameter are in one group.
+
+    Errors: ValueError for a module with parameters of both dtypes of its own, and for one that shares a parameter with
+            a module of the other dtype.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    taken = {id(parameter) for module in apart for parameter in module.parameters()}
+    found: list[nn.Module] = []
+    for unit in [*units(model), [model]]:
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in _trained(unit, taken):
+            sizes[parameter.dtype] += parameter.numel()
+        if len(sizes) > 1:
+            usual = max(sizes, key=lambda dtype: sizes[dtype])
+            found += [rarer for module in unit for rarer in _rarer(module, usual, taken, names)]
+        taken |= {id(parameter) for module in unit for parameter in module.parameters()}
+    groups = groups_by_parameters(model, found)
+    grouped = {id(module) for group in groups for module in group}
+    for module in found:
+        if id(module) not in grouped:
+            raise ValueError(f"model: {names[id(module)]!r} shares a parameter with a unit of another dtype; cast one")
+    return groups
+
+
+def _rarer(module: nn.Module, usual: torch.dtype, taken: Set[int], names: Mapping[int, str]) -> Iterator[nn.Module]:
+    dtypes = {parameter.dtype for parameter in _trained([module], taken)}
+    if dtypes <= {usual}:
+        return
+    if usual not in dtypes and len(dtypes) == 1:
+        yield module
+        return
+    for leaf, parameter in module.named_parameters(recurse=False):
+        if parameter.requires_grad and id(parameter) not in taken and parameter.dtype != usual:
+            where = f"{names[id(module)]}.{leaf}".lstrip(".")
+            raise ValueError(
+                f"model: {where!r} is {_name(parameter.dtype)} in a module of {_name(usual)} parameters, and FSDP "
+                "shards one dtype in a unit; put it into a module of its own, or cast it"
+            )
+    for child in module.children():
+        yield from _rarer(child, usual, taken, names)
+
+
+def _trained(modules: Sequence[nn.Module], taken: Set[int]) -> list[nn.Parameter]:
+    """The parameters that require a gradient and are not taken, each once."""
+    parameters = {id(each): each for module in modules for each in module.parameters()}
+    return [each for key, each in parameters.items() if each.requires_grad and key not in taken]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
