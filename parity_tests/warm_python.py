@@ -102,12 +102,14 @@ class Origin:
     """The process that is forked, by any thread; it ends with this one."""
 
     def __init__(self, imported: Sequence[str]) -> None:
+        from shardproof.engines.processes import orphans  # here: the other side does not import it
+
         self._lock = threading.Lock()
         self._link, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | THREADS
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *imported],
+                orphans.kept([sys.executable, __file__, str(theirs.fileno()), *imported]),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -1,6 +1,7 @@
 """Several processes at once: tasks in turn, results in order, and none outlives an error or an interrupt."""
 
 import os
+import signal
 import sys
 import threading
 
@@ -54,7 +55,7 @@ def test_running_tasks_end_when_one_raises(error):
 def test_a_process_ends_with_its_block():
     with pytest.raises(ZeroDivisionError), Workers(1).process(SLEEPS) as process:
         raise ZeroDivisionError
-    assert process.returncode == -9 and not is_there(process.pid)
+    assert process.returncode == -signal.SIGTERM and not is_there(process.pid)
 
 
 def test_tasks_of_a_task_run_in_its_thread():

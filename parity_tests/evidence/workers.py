@@ -1,16 +1,23 @@
-"""Several processes at once: a thread waits for each, and all are ended when one of them raises or is interrupted."""
+"""Several processes at once: a thread waits for each, and all are ended when one of them raises or is interrupted.
+
+They end with this process, too, however that ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
+
+from shardproof.engines.processes import orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 MEANWHILE_S = 30.0
@@ -23,7 +30,7 @@ class Workers:
 
     def __init__(self, jobs: int) -> None:
         self.jobs, self.stopped = jobs, threading.Event()
-        self._sessions, self._lock = set[int](), threading.Lock()
+        self._ends, self._lock = dict[int, Callable[[], Any]](), threading.Lock()
         self._threads = threading.local()
 
     def each(
@@ -53,16 +60,16 @@ class Workers:
                 self.stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 with self._lock:
-                    for session in self._sessions:
-                        end(session)
+                    for end in self._ends.values():
+                        _call(end)
                 raise
 
     @contextlib.contextmanager
     def process(self, command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
         """A command in the repository's root; it ends with the block."""
         with (
-            subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options) as process,
-            self.session(process.pid),
+            subprocess.Popen(orphans.kept(command), cwd=ROOT, start_new_session=True, **options) as process,
+            self._ending(process.pid, process.terminate),
         ):
             yield process
 
@@ -73,7 +80,7 @@ class Workers:
         """
         # JAX starts in no process that is forked.
         with (
-            ProcessPoolExecutor(1, get_context("spawn"), initializer=os.setsid) as pool,
+            ProcessPoolExecutor(1, get_context("spawn"), initializer=_lead, initargs=(os.getpid(),)) as pool,
             self.session(pool.submit(os.getpid).result()),
         ):
             return pool.submit(function, *arguments).result(limit_s)
@@ -81,19 +88,29 @@ class Workers:
     @contextlib.contextmanager
     def session(self, pid: int) -> Iterator[None]:
         """A process that leads a session: it ends, with all that it started, when the block ends or the others do."""
+        with self._ending(pid, partial(os.killpg, pid, signal.SIGKILL)):
+            yield
+
+    @contextlib.contextmanager
+    def _ending(self, pid: int, end: Callable[[], Any]) -> Iterator[None]:
         with self._lock:
-            self._sessions.add(pid)
+            self._ends[pid] = end
         try:
             if self.stopped.is_set():
-                end(pid)
+                _call(end)
             yield
         finally:
             with self._lock:
-                self._sessions.discard(pid)
-            end(pid)
+                del self._ends[pid]
+            _call(end)
 
 
-def end(session: int) -> None:
-    """Kill the processes of a session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(session, 9)
+def _call(end: Callable[[], Any]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        end()
+
+
+def _lead(parent: int) -> None:
+    """In a process that a thread of `parent` has started: lead a session, and end with that thread."""
+    os.setsid()
+    orphans.tie(parent)

@@ -25,11 +25,12 @@ from shardproof.endings import exits
 from shardproof.endings.exit_status import EQUAL, RANK_FAILED
 from shardproof.endings.exits import signal_name
 from shardproof.engines.failure import NotRun, RankFailure
+from shardproof.engines.processes import orphans
 from shardproof.engines.supervised import supervised
 
 ENGINES = ("gloo", "lockstep", "torchrun")
 QUIET_S = 1.5
-LIMIT_S, ENDING_S = 300.0, 10.0  # for a process to answer, and then to end
+LIMIT_S = 300.0  # for a process to answer
 RETURNED = (
     "returns_none",
     "returns_another_structure",
@@ -123,15 +124,12 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
 
 def _status(command: Sequence[str], errors: Path) -> int | None:
     """How a process ended whose errors go to a file; None if it was ended because it took too long."""
-    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr) as process:
+    kept = orphans.kept(command)
+    with errors.open("w") as stderr, subprocess.Popen(kept, stdout=subprocess.DEVNULL, stderr=stderr) as process:
         try:
             return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks then, and ranks leave with an agent that is killed
-            try:
-                process.wait(ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.terminate()
             return None
 
 

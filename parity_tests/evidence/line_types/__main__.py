@@ -30,6 +30,7 @@ from parity_tests.evidence.line_types.page import Located, text
 from parity_tests.evidence.page import write
 from shardproof.declare import discover
 from shardproof.declare.declared import Declared
+from shardproof.engines.processes import orphans
 from shardproof.engines.program import Program
 from shardproof.line_types.opinion import CLASHES, COULD_NOT, case_on_ranks
 
@@ -53,8 +54,10 @@ def typed(scheme: Declared) -> str:
 def apart(task: Callable[[], str]) -> str:
     """The result of a task in a forked process, where the checker's patches of torch and a bug's modules end."""
     ours, theirs = get_context("fork").Pipe()
+    parent = os.getpid()
 
     def answer(connection: Connection) -> None:
+        orphans.tie(parent)
         try:
             connection.send(task())
         except Exception as error:  # a bug may break the import of its module, which is no clash of types

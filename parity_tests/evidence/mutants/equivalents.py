@@ -28,6 +28,7 @@ from parity_tests.evidence.mutants.by_tests import tree_of
 from parity_tests.evidence.mutants.judged import why_equivalent
 from parity_tests.evidence.mutants.mutant import Mutant
 from parity_tests.evidence.page import read, with_section, write
+from shardproof.engines.processes import orphans
 
 # These tests compare production's text with other text about it, which any change alters.
 OF_THE_TEXT = ("parity_tests/evidence/injected_bugs", "parity_tests/evidence/mutants", "parity_tests/test_house.py")
@@ -85,7 +86,7 @@ def failing(mutants: Sequence[Mutant], tests: Sequence[str], options: Sequence[s
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "--hypothesis-profile=ci", "-q", "-o", f"cache_dir={record}"]
         status = subprocess.run(
-            [*command, *options, *tests], cwd=tree, env=environment, check=False, stdout=sys.stderr
+            orphans.kept([*command, *options, *tests]), cwd=tree, env=environment, check=False, stdout=sys.stderr
         ).returncode
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             raise RuntimeError(f"pytest ended with {status} on a tree of {len(mutants)} mutants; its output says why")

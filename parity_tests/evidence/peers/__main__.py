@@ -21,6 +21,7 @@ from parity_tests.evidence.journal import Journal
 from parity_tests.evidence.page import write
 from parity_tests.evidence.peers.findings import FINDINGS, PROJECTS, Finding
 from parity_tests.evidence.peers.outcome import FOLDER, Outcome, key
+from shardproof.engines.processes import orphans
 
 ROOT = FOLDER.parents[2]
 ENGINES = ("lockstep", "gloo")
@@ -91,7 +92,9 @@ def judged(file: Path, engine: str, examples: int) -> list[Outcome]:
     Journal(JOURNAL).add({"key": key(file, engine), "outcomes": None})
     program = [sys.executable, "-m", "parity_tests.evidence.peers.outcome"]
     command = [*program, str(file), engine, str(examples), str(JOURNAL)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(
+        orphans.kept(command), cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     outcomes = read(file, engine)
     if outcomes is None:
         raise SystemExit(f"{file}: no verdicts\n{done.stderr[-2000:]}")
@@ -107,7 +110,9 @@ def printed(finding: Finding) -> str:
     """The output of a finding's plain script on processes of its own, with its lines sorted where ranks race."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(finding.ranks)]
     script = FOLDER / "scripts" / f"{finding.script}.py"
-    done = subprocess.run([*command, str(script)], env=_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        orphans.kept([*command, str(script)]), env=_environment(), capture_output=True, text=True, timeout=300
+    )
     printed_lines = [line for line in done.stdout.splitlines() if line]  # ranks that write at once leave empty ones
     lines = [line for line in printed_lines if not any(word in line for word in CHATTER)]
     print(f"{finding.script}: {len(lines)} lines", flush=True)

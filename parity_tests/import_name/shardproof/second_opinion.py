@@ -32,6 +32,7 @@ from shardproof.draw import size_choices
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import another, draw_case
 from shardproof.engines.failure import CANNOT_RUN, Deadlock, Modified, NotRun, Shared, Stalled, Unwaited
+from shardproof.engines.processes import orphans
 from shardproof.engines.protocol import disagreement
 from shardproof.replays import write_replay
 from shardproof.report.report import OF_ALL_EXAMPLES, Report, mesh_text
@@ -249,7 +250,7 @@ def _passes_in_fresh_process(scheme: Declared, report: Report) -> bool:
         command = [sys.executable, "-m", "shardproof.cli.app", "replay", file, "--quiet", "--json", str(outcome)]
         environment = os.environ | {"PYTHONPATH": path}
         try:
-            subprocess.run(command, capture_output=True, timeout=FRESH_PROCESS_TIMEOUT_S, env=environment)
+            subprocess.run(orphans.kept(command), capture_output=True, timeout=FRESH_PROCESS_TIMEOUT_S, env=environment)
             return json.loads(outcome.read_text())["status"] == 0
         except (OSError, subprocess.TimeoutExpired, ValueError):
             return False

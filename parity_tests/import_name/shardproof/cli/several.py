@@ -21,7 +21,7 @@ from shardproof.declare.declared import Declared
 from shardproof.endings import exits
 from shardproof.endings.exit_status import RANK_FAILED
 from shardproof.endings.raised import pass_interrupt
-from shardproof.engines.processes import crash
+from shardproof.engines.processes import crash, orphans
 from shardproof.engines.processes.root_cause import ending
 from shardproof.report.guard import sentence_of
 
@@ -77,7 +77,7 @@ class _Worker:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._log = Path(tempfile.mkdtemp(dir=folder))
-        self._process = context.Process(target=_serve, args=(theirs, str(self._log)))
+        self._process = context.Process(target=_serve, args=(theirs, str(self._log), os.getpid()))
         self._process.start()
         theirs.close()
         self.take(scheme, examples)
@@ -117,8 +117,9 @@ class _Worker:
             self._process.join(END_S)
 
 
-def _serve(connection: Connection, log: str) -> None:
+def _serve(connection: Connection, log: str, parent: int) -> None:
     """In a worker: verify schemes until the parent has no more."""
+    orphans.tie(parent)
     crash.record(Path(log) / "crash")
     exits.install(lambda text: Path(log, "noted").write_text(text))
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
@@ -35,9 +34,9 @@ from shardproof.engines.processes.status_table import COMPUTING, StatusTable
 MOST_RANKS = 64
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKS_TO_END = (*PASSED_ON, signal.SIGQUIT)  # any other signal that ends the child is a failure of the child
-UNDER_A_LAUNCHER = ("TORCHELASTIC_RUN_ID", "RANK")  # which kills processes by their ids itself
+AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
+UNDER_A_LAUNCHER = (AGENT, "RANK")  # which kills processes by their ids itself
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
 STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
@@ -61,6 +60,9 @@ def supervised(call: Callable[[], int | None]) -> int:
     is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
     if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
         exits.install_alone()
+        if AGENT in os.environ and sys.platform.startswith("linux"):
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal
+            orphans.tie(os.getppid(), signal.SIGHUP)  # until its ranks watch their agent, and can say so
         return call() or 0
     with contextlib.ExitStack() as files:
         try:
@@ -216,29 +218,28 @@ class _Command:
         global table, words
         status = INTERNAL
         try:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == self._parent:  # else it was killed before prctl took effect
-                sentence = None if death is None else self._sentence(death)
-                self._table.clear()
-                self._words.clear()
-                self._stack.seek(0)
-                self._stack.truncate()
-                faulthandler.enable(self._stack, all_threads=False)
-                faulthandler.register(STACKS, self._stack, all_threads=True)
-                table, words, journal.current = self._table, self._words, self._journal
-                exits.install(self._words.note)
-                os.register_at_fork(after_in_child=_disown)
-                if death is not None and death.key is not None and sentence is not None:
-                    self._journal.lose(death.key, sentence)
-                self._journal.read()
-                process = os.getpid()
-                status = _status_of(self._call)
+            orphans.tie(self._parent)
+            sentence = None if death is None else self._sentence(death)
+            self._table.clear()
+            self._words.clear()
+            self._stack.seek(0)
+            self._stack.truncate()
+            faulthandler.enable(self._stack, all_threads=False)
+            faulthandler.register(STACKS, self._stack, all_threads=True)
+            table, words, journal.current = self._table, self._words, self._journal
+            exits.install(self._words.note)
+            os.register_at_fork(after_in_child=_disown)
+            if death is not None and death.key is not None and sentence is not None:
+                self._journal.lose(death.key, sentence)
+            self._journal.read()
+            process = os.getpid()
+            status = _status_of(self._call)
+            _flush()
+            if os.getpid() == process:  # not a process that a user's code has forked and that came back here
+                self._words.judged(status)
+                status = _status_after_exit_functions(status)
                 _flush()
-                if os.getpid() == process:  # not a process that a user's code has forked and that came back here
-                    self._words.judged(status)
-                    status = _status_after_exit_functions(status)
-                    _flush()
-                    self._words.finish(status)
+                self._words.finish(status)
         finally:
             exits.leave(status)
 

@@ -23,6 +23,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.travel import CannotTravel, dumps
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import draw_case
+from shardproof.engines.processes import orphans
 from shardproof.engines.program import Program
 from shardproof.report.report import Report
 
@@ -62,7 +63,9 @@ def types_of(scheme: Declared, case: CaseSpec | None = None) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "shardproof.line_types.body"]
     environment = os.environ | {"PYTHONPATH": path}
     try:
-        done = subprocess.run(command, input=task, capture_output=True, timeout=TIMEOUT_S, env=environment)
+        done = subprocess.run(
+            orphans.kept(command), input=task, capture_output=True, timeout=TIMEOUT_S, env=environment
+        )
         return json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         return f"{COULD_NOT}: it took longer than {TIMEOUT_S:.0f} s"
