@@ -118,6 +118,19 @@ def test_sigterm_ends_a_keeper_and_its_command(tmp_path: Path) -> None:
     assert keeper.returncode == -signal.SIGTERM and not any(map(runs, tree.ids()))
 
 
+def test_a_killed_keeper_takes_its_command(tmp_path: Path) -> None:
+    """As `subprocess.run` kills it after a timeout; what the command has started is not its parent's any more."""
+    tree = Tree(tmp_path)
+    with subprocess.Popen(kept(tree.command)) as keeper:
+        assert tree.is_up()
+        command, *others = tree.ids()
+        keeper.kill()
+    is_gone = has_come(lambda: not runs(command))
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    assert is_gone
+
+
 def test_a_command_leaves_nothing_behind(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "leaves")
     with subprocess.Popen(kept(tree.command)) as keeper:

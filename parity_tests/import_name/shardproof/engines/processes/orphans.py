@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +49,9 @@ def keep(parent: int, command: Sequence[str]) -> NoReturn:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*awaited, signal.SIGINT, signal.SIGHUP))
     adopt()
     _prctl(PR_SET_PDEATHSIG, signal.SIGCHLD)  # also sent when a mere thread of the parent ends
-    child = os.posix_spawnp(command[0], list(command), os.environ, setsigmask=before, setsigdef=RESTORED)
+    child = os.fork()
+    if child == 0:
+        _become(command, before)
     code: int | None = None
     while code is None:
         ended = dict(_reaped())
@@ -64,6 +66,18 @@ def keep(parent: int, command: Sequence[str]) -> NoReturn:
         os.kill(os.getpid(), -code)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (-code,))
     os._exit(code)
+
+
+def _become(command: Sequence[str], mask: Iterable[int]) -> NoReturn:
+    """In the keeper's child: run the command, tied to the keeper, which SIGKILL ends without a word."""
+    tie(os.getppid())
+    for number in RESTORED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        os.execvp(command[0], list(command))
+    finally:
+        os._exit(127)
 
 
 def children() -> set[int]:
