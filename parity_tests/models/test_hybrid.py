@@ -34,6 +34,8 @@ from torch_impl.models import (
     token_losses,
 )
 
+OF_DTENSOR = ("inference_mode", "second_derivative")  # its backward cuts the graph of a second derivative
+
 
 def whole_logits(ids, groups, cu_padded, cu_real, parameters, keep=None):
     config = Config(**config_of({"p": HEAD_DIM, "j": len(groups), "tp": 1}, parameters))
@@ -57,6 +59,7 @@ def declared(parameters, **sizes):
         dtypes=DTYPES,
         reduction=("t", "f"),
         roundings=ROUNDINGS,
+        excluded_conditions=OF_DTENSOR,
     )
 
 
@@ -94,6 +97,7 @@ def of_rows(tokens):
         dtypes=("float32", "float64"),
         reduction=("s", "f"),
         roundings=ROUNDINGS,
+        excluded_conditions=OF_DTENSOR,
     )
 
 

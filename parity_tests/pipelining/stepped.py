@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Stepped(torch.autograd.Function):
@@ -19,6 +20,7 @@ class Stepped(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         pairs = zip(ctx.names, ctx.like, strict=True)
         gradients = [

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-CONTIGUOUS: dict[str, Any] = {"excluded_conditions": ("inference_mode", "overwritten", "strided", "expanded")}
+CONTIGUOUS: dict[str, Any] = {
+    "excluded_conditions": ("inference_mode", "overwritten", "second_derivative", "strided", "expanded")
+}
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Draw the calling conditions of a case: two or three for half of the cases.
 
-Two conditions are drawn in addition, each for half of all cases, since they cost nothing: the caller overwrites its
-inputs, and cotangents are NaN in rows that a scheme declares as not read.
+Three conditions are drawn in addition. Two cost nothing and are drawn for half of all cases: the caller overwrites its
+inputs, and cotangents are NaN in rows that a scheme declares as not read. Where they are not, a quarter of the cases in
+the widest dtype are differentiated twice.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ PARAMETERS = ("weight", "bias")
 ENDINGS = ("_weight", "_bias")
 OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid if all rows are equal
 OF_EQUAL_FLOATS = ("zeros", "ones")
+WIDE = ("float64", "float32")
+DIFFERENTIATED_TWICE = (False, False, False, True)
 # Conditions of the backward; a call without gradients has none of them.
 OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
 
 
-def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Any]:
-    """The value of `CaseSpec.conditions`; `other` draws the case of a second call."""
+def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec], dtype: str) -> dict[str, Any]:
+    """The value of `CaseSpec.conditions` for a case of this dtype; `other` draws the case of a second call."""
     conditions: dict[str, Any] = {}
     count = choose(HOW_MANY)
     makers = _applicable(scheme, choose, other) if count else {}
@@ -49,7 +52,16 @@ def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseS
         conditions["overwritten"] = True
     if scheme.nan_cotangents and "nan_cotangents" not in scheme.excluded_conditions and choose((False, True)):
         conditions["nan_cotangents"] = list(scheme.nan_cotangents)
+    if _may_be_differentiated_twice(scheme, conditions, dtype) and choose(DIFFERENTIATED_TWICE):
+        conditions["second_derivative"] = True
     return {name: conditions[name] for name in CONDITIONS if name in conditions}
+
+
+def _may_be_differentiated_twice(scheme: Declared, conditions: Mapping[str, Any], dtype: str) -> bool:
+    has_gradients = all(any(arg.differentiable for arg in each) for each in (scheme.inputs, scheme.outputs))
+    widest = next((each for each in WIDE if each in scheme.dtypes), None)
+    is_drawn = has_gradients and dtype == widest and "second_derivative" not in scheme.excluded_conditions
+    return is_drawn and not {*WITHOUT_GRADIENTS, "nan_cotangents"} & set(conditions)
 
 
 def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:

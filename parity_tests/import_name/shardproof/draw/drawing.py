@@ -102,7 +102,7 @@ def draw_case(
         return case
     given = {**sizes, **options}
     other = partial(another, scheme, case, given, choose, dtype=dtype)
-    return case.replace(conditions=calling_conditions.draw_conditions(scheme, choose, other))
+    return case.replace(conditions=calling_conditions.draw_conditions(scheme, choose, other, case.dtype))
 
 
 def priced_case(

@@ -98,6 +98,11 @@ def cotangent(
     return np.where(rows.reshape(*rows.shape, *(1,) * (array.ndim - rows.ndim)), np.nan, array)
 
 
+def direction(arg: Argument, case: CaseSpec) -> np.ndarray:
+    """A random direction of an input, along which its gradient is differentiated again."""
+    return rounded(generator(case, f"direction {arg.name}").standard_normal(arg.shape(case)), case.dtype)
+
+
 def _numbers_of_cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
     """A random cotangent for an output, rounded to the tested dtype: one number if expanded, zeros if unused."""
     if arg.name in case.conditions.get("unused", ()):

@@ -23,7 +23,7 @@ from shardproof.declare.spec import Sharding
 from shardproof.declare.travel import without_annotations
 from shardproof.draw import inputs
 from shardproof.endings.raised import RAISED, message_of
-from shardproof.engines import calling, modules, returned_tensors
+from shardproof.engines import calling, modules, returned_tensors, second_derivative
 from shardproof.engines.failure import RankFailure, RankFault
 from shardproof.engines.ledger import at_users_line
 from torch_impl.collectives.mesh import MeshView
@@ -31,12 +31,16 @@ from torch_impl.collectives.mesh import MeshView
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of one rank: outputs and gradients by name, and the sentences of the hygiene oracle."""
+    """The result of one rank: outputs and gradients by name, and the sentences of the hygiene oracle.
+
+    `second` has its terms of the second derivative, if the case asks for that and the function has one.
+    """
 
     outputs: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray | None]
     dtypes: dict[str, str]
     hygiene: tuple[str, ...] = ()
+    second: second_derivative.SecondDerivative | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Program:
             sentences += _modified("output", before, call.outputs, "by the backward")
             if finish is not None:
                 finish()
+            second = self._second_derivative(mesh, case) if case.conditions.get("second_derivative") else None
         sentences += call.hygiene()
         draws = self.random or self.module is not None  # a module draws its initial weights
         if not draws and not torch.equal(generator, torch.get_rng_state()):
@@ -129,7 +134,23 @@ class Program:
             {name: None if g is None else to_numpy(g) for name, g in gradients.items()},
             {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in outputs.items()},
             tuple(sentences),
+            second,
         )
+
+    def _second_derivative(self, mesh: Any, case: CaseSpec) -> second_derivative.SecondDerivative | None:
+        """This rank's terms of it, by a call of its own."""
+        call = ProgramCall(self, mesh, case)
+        call.forward()
+        variables, outputs = call.differentiated()
+        if not variables or not outputs:
+            return None
+        directions = {
+            arg.name: self._direction(arg, case, call.coords, variables[arg.name])
+            for arg in self.inputs
+            if arg.name in variables
+        }
+        counted = [second_derivative.counted(each, call.coords) for each in (self.inputs, self.outputs)]
+        return second_derivative.terms(outputs, variables, call.drawn_cotangents(outputs), directions, counted)
 
     def _complete_call(self, mesh: Any, case: CaseSpec, *, is_overwritten: bool) -> None:
         """A call whose results are not compared: it must only not raise. Its caller may overwrite all its tensors."""
@@ -213,6 +234,12 @@ class Program:
         addend = inputs.addend_of_rank(arg, self.addends(arg, case, "cotangent"), case, coords, role="cotangent")
         local = inputs.piece(arg, addend, case, coords, self.layouts)
         return calling.stored(torch.from_numpy(local.copy()).to(like), conditions.COTANGENT + arg.name, case)
+
+    def _direction(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:
+        """A random direction of an input, sharded and split into addends as the input is."""
+        addends = inputs.addends(arg, inputs.direction(arg, case), case, "input")
+        addend = inputs.addend_of_rank(arg, addends, case, coords, role="input")
+        return torch.from_numpy(inputs.piece(arg, addend, case, coords, self.layouts).copy()).to(like)
 
     def _module_of(self, returned: Any) -> tuple[torch.nn.Module | None, Any]:
         """The module with the gradients, and the outputs before it; None if the harness runs the backward itself."""
@@ -309,24 +336,29 @@ class ProgramCall:
         """The gradient of each input that requires one; None if no output depends on it."""
         if self.module is not None:
             return modules.gradients(self.module, self.program.module or "", self.leaves)
-        unused = self.case.conditions.get("unused", ())
-        differentiable = [
-            arg
-            for arg in self.program.outputs
-            if arg.differentiable and self.outputs[arg.name].requires_grad and arg.name not in unused
-        ]
-        self.cotangents = {
-            arg.name: self.program._cotangent(arg, self.case, self.coords, self.outputs[arg.name])
-            for arg in differentiable
-        }
+        variables, outputs = self.differentiated()
+        self.cotangents = self.drawn_cotangents(outputs)
         self.cotangents_before = {name: cotangent.clone() for name, cotangent in self.cotangents.items()}
-        variables = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         # An input that the function returns unchanged requires grad even under no_grad.
-        if not variables or not differentiable or set(conditions.WITHOUT_GRADIENTS) & set(self.case.conditions):
+        if not variables or not outputs or set(conditions.WITHOUT_GRADIENTS) & set(self.case.conditions):
             return dict.fromkeys(variables)
-        outputs = [self.outputs[name] for name in self.cotangents]
-        results = calling.gradients(outputs, list(variables.values()), list(self.cotangents.values()), self.case)
+        both = list(outputs.values()), list(variables.values())
+        results = calling.gradients(*both, list(self.cotangents.values()), self.case)
         return dict(zip(variables, results, strict=True))
+
+    def differentiated(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Inputs that require a gradient, and outputs that have a cotangent."""
+        unused = self.case.conditions.get("unused", ())
+        names = [arg.name for arg in self.program.outputs if arg.differentiable and arg.name not in unused]
+        outputs = {name: self.outputs[name] for name in names if self.outputs[name].requires_grad}
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}, outputs
+
+    def drawn_cotangents(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            arg.name: self.program._cotangent(arg, self.case, self.coords, outputs[arg.name])
+            for arg in self.program.outputs
+            if arg.name in outputs
+        }
 
     def finish(self) -> list[torch.Tensor]:
         """The gradients of a call whose results are not compared; like any caller, it waits for all results."""

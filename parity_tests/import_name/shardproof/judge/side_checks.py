@@ -8,7 +8,7 @@ findings as sentences; an empty tuple is a pass.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ from shardproof.engines.ledger import PHASES, CallSite, Finding, Ledger, LedgerR
 from shardproof.engines.lockstep.backends import OF_GLOO
 from shardproof.engines.program import Program, RankResult
 from shardproof.engines.protocol import disagreement
+from shardproof.engines.second_derivative import imbalance
 from shardproof.judge.compare import TensorComparison, index_text
+from shardproof.judge.reference import UNIT_ROUNDOFF
 
 UNEQUAL_REPLICAS = " differs between replicas"
 
@@ -150,7 +152,7 @@ def _by_group(declared: Cost, phase: str, case: CaseSpec, rank: int) -> dict[str
 
 
 def hygiene(
-    scheme: Declared, case: CaseSpec, results: Sequence[RankResult], tensors: Iterable[TensorComparison], ledger: Ledger
+    scheme: Declared, case: CaseSpec, results: Sequence[RankResult], tensors: Sequence[TensorComparison], ledger: Ledger
 ) -> tuple[str, ...]:
     """Inputs and cotangents unmodified, replicas bitwise equal, one dtype, the default group unused in a larger world.
 
@@ -160,7 +162,20 @@ def hygiene(
     sentences += _unlike_dtypes(results)
     if scheme.replicas == "bitwise":
         sentences += [text for tensor in tensors for text in _replicas(tensor)]
+    if "second_derivative" in case.conditions:
+        sentences += _second_derivative(case, results, tensors)
     return tuple(sentences + _default_group(case, ledger))
+
+
+def _second_derivative(case: CaseSpec, results: Sequence[RankResult], tensors: Sequence[TensorComparison]) -> list[str]:
+    """The finding on wrong second derivatives, of one of the groups that run the scheme in a larger world."""
+    gradients = [tensor for tensor in tensors if tensor.role == "gradient"]
+    budget = sum(float((t.element_budgets * abs(inputs.direction(t.argument, case))).sum()) for t in gradients)
+    places = [coordinates.get(SPARE, 0) for coordinates in inputs.coordinates(case.mesh)]
+    by_group = [[r.second for r, at in zip(results, places, strict=True) if at == group] for group in set(places)]
+    return [sentence for of_group in by_group if (sentence := imbalance(of_group, UNIT_ROUNDOFF[case.dtype], budget))][
+        :1
+    ]
 
 
 def _unlike_dtypes(results: Sequence[RankResult]) -> list[str]:

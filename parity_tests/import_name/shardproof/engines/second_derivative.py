@@ -1,0 +1,98 @@
+"""The second derivative of a call, judged by an identity that needs no reference.
+
+The gradient g of <outputs, c> is linear in the cotangents c. So for every direction v of the inputs, the derivative h
+of <g, v> with respect to c has <h, c> = <g, v>. A rank computes its terms of both sums; `imbalance` adds them up over
+all ranks, each copy of an invariant tensor once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardproof.declare.declared import Argument
+from shardproof.endings.raised import message_of
+from shardproof.engines.calling import ONCE
+
+# Messages for a function whose gradient cannot be differentiated: torch's, and that of `first_derivative_only`.
+FIRST_ONLY = (
+    *ONCE, "differentiate twice", "cannot be differentiated again", "is not implemented", "does not require grad",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SecondDerivative:
+    """A rank's terms of <g, v> and of <h, c>, and the sum of their absolute values."""
+
+    by_gradients: float
+    by_cotangents: float
+    size: float
+
+
+def terms(
+    outputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    cotangents: Mapping[str, torch.Tensor],
+    directions: Mapping[str, torch.Tensor],
+    counted: Sequence[Collection[str]],
+) -> SecondDerivative | None:
+    """A rank's terms; None for a function whose gradient cannot be differentiated.
+
+    `directions` are v, by input. `counted` names the inputs, and the outputs, whose copy on this rank counts.
+    """
+    leaves = {name: cotangent.detach().requires_grad_() for name, cotangent in cotangents.items()}
+    try:
+        found = torch.autograd.grad(
+            list(outputs.values()), list(inputs.values()), list(leaves.values()), create_graph=True, allow_unused=True
+        )
+        gradients = {name: g for name, g in zip(inputs, found, strict=True) if g is not None}
+        products = {name: g * directions[name] for name, g in gradients.items()}
+        total = torch.stack([product.sum() for product in products.values()]).sum() if products else None
+        if total is None or not total.requires_grad:
+            return None
+        of_cotangents = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        if any(words in message_of(error) for words in FIRST_ONLY):
+            return None
+        raise
+    if any(h is None for h in of_cotangents):  # no path leads there through a node of `once_differentiable`
+        return None
+    tangents = {name: h * leaves[name] for name, h in zip(leaves, of_cotangents, strict=True)}
+    both = [
+        [product.detach() for name, product in each.items() if name in names]
+        for each, names in zip((products, tangents), counted, strict=True)
+    ]
+    by_gradients, by_cotangents = (math.fsum(product.sum().item() for product in each) for each in both)
+    size = math.fsum(product.abs().sum().item() for each in both for product in each)
+    return SecondDerivative(by_gradients, by_cotangents, size)
+
+
+def counted(arguments: Iterable[Argument], coordinates: Mapping[str, int]) -> set[str]:
+    """The tensors whose copy on a rank counts: of the equal copies along an invariant axis, the first."""
+    return {
+        arg.name for arg in arguments if all(coordinates[axis] == 0 for axis, letter in arg.spec.types if letter == "I")
+    }
+
+
+def imbalance(of_ranks: Sequence[SecondDerivative | None], unit_roundoff: float, budget: float) -> str | None:
+    """The sentence on ranks whose second derivative is wrong; None if it is right, not finite, or not defined.
+
+    `budget` is the largest error that rounding may cause in one of the sums, as where the terms of a gradient cancel.
+    """
+    found = [each for each in of_ranks if each is not None]
+    if len(found) < len(of_ranks) or not found:
+        return None
+    gradients, cotangents, size = (
+        math.fsum(getattr(each, name) for each in found) for name in ("by_gradients", "by_cotangents", "size")
+    )
+    # Rounding errors are far smaller than the root of the roundoff, and the error of a wrong sum is far larger.
+    if not math.isfinite(size) or abs(gradients - cotangents) <= math.sqrt(unit_roundoff) * size + 2 * budget:
+        return None
+    return (
+        f"the second derivative is wrong: the gradient times a direction is {gradients:.6g} over all ranks, and its "
+        f"derivative with respect to the cotangents times these is {cotangents:.6g}; a gradient is linear in them, "
+        "so both are equal"
+    )
