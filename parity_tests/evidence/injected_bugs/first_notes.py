@@ -13,8 +13,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Annotated
@@ -23,7 +24,8 @@ import numpy as np
 import typer
 
 from parity_tests.evidence.injected_bugs.headlines import Headlines, of_bug
-from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug
+from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patched_text
+from shardproof.experiments.edited_programs import RIGHT_ONCE
 
 # How a sentence begins or a part of it, and the kinds of mistakes that it can truly mean.
 MEANS = (
@@ -55,6 +57,7 @@ STATES = (
 )
 OF_A_LINE = "forward equal, gradient not: "  # a collective or a place that lacks a sum, or has one too many
 KINDS_OF_A_LINE = {"reduction", "group", "scale", "tied", "buffer", "schedule"}
+NAMED_LINE = re.compile(r"[\w.]+\.py:\d+")
 UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
 ANYWHERE = (
     "its own shard",
@@ -67,8 +70,14 @@ ANYWHERE = (
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 
 
-def truth(kind: str, note: str) -> str:
-    """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding."""
+def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
+    """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding.
+
+    `lines` are those of the injected text, as `file:number`. A line that would be right with an edit must be one of
+    them, whatever the edit.
+    """
+    if lines and note.startswith(RIGHT_ONCE):
+        return TRUE if NAMED_LINE.findall(note)[:1] and NAMED_LINE.findall(note)[0] in lines else FALSE
     if note.startswith(OF_A_LINE):
         return TRUE if kind in KINDS_OF_A_LINE else FALSE
     if note.startswith(STATES) or UNDECIDED in note:
@@ -76,6 +85,19 @@ def truth(kind: str, note: str) -> str:
     if any(words in note for words in ANYWHERE):
         return FALSE if kind == "precision" else TRUE
     return next((TRUE if kind in kinds else FALSE for words, kinds in MEANS if words in note), NOTHING)
+
+
+def of(bug: InjectedBug, note: str) -> str:
+    """Whether a note is true of a bug."""
+    return truth(bug.kind, note, lines_of(bug))
+
+
+def lines_of(bug: InjectedBug) -> list[str]:
+    """The lines of the injected text, as notes write them; of a text that is only left out, the line where it stood."""
+    patch = patched_text(bug)
+    count = max(1, len(bug.new.rstrip("\n").splitlines()))
+    file = patch.file.rpartition("/")[2]
+    return [f"{file}:{number}" for number in range(patch.first_line, patch.first_line + count)]
 
 
 def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
@@ -122,15 +144,15 @@ def main(
             continue
         results.append((bug, headlines))
         if every:
-            print(f"{bug.component}: {bug.name} ({bug.kind})\n  {truth(bug.kind, headlines.alone)}: {headlines.alone}")
+            print(f"{bug.component}: {bug.name} ({bug.kind})\n  {of(bug, headlines.alone)}: {headlines.alone}")
             ending = "  UNDECIDED" if headlines.is_undecided else ""
-            print(f"  {truth(bug.kind, headlines.tested)}: {headlines.tested}{ending}", end=" ")
+            print(f"  {of(bug, headlines.tested)}: {headlines.tested}{ending}", end=" ")
             print(f"({headlines.seconds:.1f} s of experiments)", flush=True)
     for name, notes in (
         ("one case alone", [(bug, headlines.alone) for bug, headlines in results]),
         ("after experiments", [(bug, headlines.tested) for bug, headlines in results]),
     ):
-        counted = Counter(truth(bug.kind, note) for bug, note in notes)
+        counted = Counter(of(bug, note) for bug, note in notes)
         claims, share = counted[TRUE] + counted[FALSE], counted[TRUE] / max(len(notes), 1)
         print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing", end="; ")
         print(f"{share:.0%} of {len(notes)} name a cause")

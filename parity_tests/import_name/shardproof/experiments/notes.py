@@ -22,6 +22,7 @@ from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.edited_lines import name_edited_line
 from shardproof.experiments.edited_programs import name_edits
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
@@ -77,6 +78,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     notes = name_own_shards(scheme, report, failing, notes)
     # 4. The small edit of the function that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
+    # 5. The small edit of one line that does.
+    notes = name_edited_line(scheme, report, failing, notes)
     notes = {label: _without_rounding(of_tensor) for label, of_tensor in notes.items()}
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
