@@ -5,10 +5,12 @@ Not a part of `first_notes`: a spawned process imports the module of the functio
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patched_text
@@ -24,6 +26,7 @@ from shardproof.experiments.undecided import mark_undecided
 from shardproof.report.report import Report
 
 SCHEMES, EXAMPLES = 3, 12  # of a bug: the nearest schemes and drawn cases of each that are tried
+TRACED = 3  # of the drawn cases that tell which lines a scheme runs
 
 
 class Headlines(NamedTuple):
@@ -45,13 +48,18 @@ def of_bug(bug: InjectedBug) -> Headlines | None:
 @cache
 def _trials(component: str) -> list[SchemeTrials]:
     tried = (scheme for scheme in discover.built_in() if f".{component}." in scheme.key)
-    return [SchemeTrials(s, EXAMPLES) for s in tried if s.name not in NOT_TRIED and "lockstep" in s.engines]
+    return [
+        SchemeTrials(s, EXAMPLES, traced=TRACED) for s in tried if s.name not in NOT_TRIED and "lockstep" in s.engines
+    ]
 
 
 def headlines(bug: InjectedBug, component_trials: Iterable[SchemeTrials]) -> Headlines | None:
     """The notes on the first failing case that has any, after it is shrunk; None if no case has notes."""
     patch = patched_text(bug)
-    running = (trials for trials in component_trials if trials.runs(patch.file, patch.replaced_lines))
+    # Tracing takes most of the time: schemes of files that name the symbol are traced first.
+    symbol = re.compile(rf"\b{re.escape(bug.at.partition(':')[2].partition('.')[0])}\b")
+    by_name = sorted(component_trials, key=lambda trials: not symbol.search(Path(trials.scheme.file).read_text()))
+    running = (trials for trials in by_name if trials.runs(patch.file, patch.replaced_lines))
     affected = list(islice(running, SCHEMES))
     modules, patched = patched_schemes(bug, [each.scheme for each in affected])
     with modules:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Ranks of edits: a part that is left out or exchanged is tried before one that is added.
+# Ranks of edits: a part is left out or exchanged first, then a name, then a part is added.
 LIKELY, POSSIBLE, ADDED = 0, 1, 2
 NUMBERS = ("tensor of floats", "tensor of integers", "int", "float")  # kinds that can be multiplied
 MOST_NAMES = 6  # of the same kind that are tried for a name
@@ -97,8 +97,8 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             yield from _of_subscript(node)
         case ast.Attribute(ast.Name(base), name):
             others = names.attributes.get(base, set()) - {name} if base in names.kinds or base == "self" else ()
-            known = [*FUNCTIONS.get(name, ()), *sorted(others)]
-            yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in dict.fromkeys(known))
+            yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
+            yield from ((POSSIBLE, ast.Attribute(node.value, each, node.ctx)) for each in sorted(others)[:MOST_NAMES])
         case ast.Attribute(_, name):
             yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
         case _:
@@ -127,7 +127,7 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
 
 def _of_name(node: ast.Name, parent: ast.AST, names: Names) -> Alternatives:
     alike = names.alike(node.id)
-    yield from ((LIKELY, _name(each)) for each in alike[:MOST_NAMES])
+    yield from ((POSSIBLE, _name(each)) for each in alike[:MOST_NAMES])
     kind = names.kinds.get(node.id, "")
     if kind == "int":
         for operator in (ast.Add(), ast.Sub()):

@@ -8,11 +8,8 @@ alone, and its code is put into the function objects that exist; nothing is writ
 from __future__ import annotations
 
 import ast
-import gc
-import inspect
 import linecache
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,6 +18,7 @@ from typing import Any
 
 from shardproof.engines.ledger import base
 from shardproof.experiments.alternatives import Names, alternatives, of_statement
+from shardproof.experiments.existing import existing
 from shardproof.experiments.running_lines import Functions, Running
 
 FUTURE_FLAGS = 0x1FF0000  # of a code object: the `from __future__` imports that its file had
@@ -102,7 +100,7 @@ class LineEdit:
 def edits_of(functions: Functions, axes: Sequence[str]) -> list[LineEdit]:
     """All edits of the lines that run; `axes` are the mesh's, which may stand for each other."""
     with_code: dict[int, list[FunctionType]] = {}
-    for function in _all_functions({code.co_filename for code in functions}):
+    for function in existing(FunctionType, {code.co_filename for code in functions}):
         with_code.setdefault(id(function.__code__), []).append(function)
     sources: dict[str, _Source] = {}
     edits: list[LineEdit] = []
@@ -115,31 +113,6 @@ def edits_of(functions: Functions, axes: Sequence[str]) -> list[LineEdit]:
                 names = Names(running.kinds, source.attributes, source.strings, tuple(axes))
                 edits += _of_function(unit, definition, running, names)
     return edits
-
-
-def _all_functions(files: Collection[str]) -> list[FunctionType]:
-    """The functions that exist, among them those of these files that the collector was told to leave alone."""
-    found = {id(each): each for each in gc.get_objects() if type(each) is FunctionType}
-    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in files]
-    queue: list[Any] = [value for module in modules for value in list(vars(module).values())]
-    seen: set[int] = set()
-    while queue:
-        value = queue.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, staticmethod | classmethod):
-            queue.append(value.__func__)
-        elif isinstance(value, property):
-            queue += [value.fget, value.fset]
-        elif isinstance(value, type) and value.__module__ in {module.__name__ for module in modules}:
-            queue += vars(value).values()
-        elif type(value) is FunctionType:
-            found[id(value)] = value
-            queue += inspect.getclosurevars(value).nonlocals.values()
-        wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
-        queue += [] if wrapped is None else [wrapped]
-    return list(found.values())
 
 
 def _of_function(unit: Unit, definition: Definition, running: Running, names: Names) -> Iterator[LineEdit]:
@@ -232,14 +205,21 @@ class _Source:
 
 
 def _statements(node: ast.AST) -> Iterator[tuple[ast.stmt, ast.AST, str, int]]:
-    """The statements of a function without those of the functions in it, and of `while`, which might not end."""
+    """The statements of a function that give values, without those of the functions in it."""
     for name, value in ast.iter_fields(node):
         for place, child in enumerate(value if isinstance(value, list) else ()):
-            if isinstance(child, ast.stmt) and not isinstance(child, ast.While | ast.ClassDef | Definition):
+            if isinstance(child, ast.stmt) and not _is_left(child):
                 yield child, node, name, place
                 yield from _statements(child)
             elif isinstance(child, ast.ExceptHandler | ast.match_case):
                 yield from _statements(child)
+
+
+def _is_left(node: ast.stmt) -> bool:
+    """Whether no edit is tried: another function, a loop that might not end, a check, a docstring."""
+    is_check = isinstance(node, ast.If) and not node.orelse and all(isinstance(each, ast.Raise) for each in node.body)
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_check or is_text or isinstance(node, ast.While | ast.ClassDef | Definition | ast.Raise | ast.Assert)
 
 
 def _expressions(
@@ -250,7 +230,7 @@ def _expressions(
         if name == "annotation":
             continue
         for place, child in enumerate(value) if isinstance(value, list) else ((None, value),):
-            if isinstance(child, ast.expr):
+            if isinstance(child, ast.expr) and not isinstance(child, ast.JoinedStr):
                 if name not in ("func", "targets", "target", "optional_vars"):
                     yield child, name, place, around
                 yield from _expressions(child, (child, *around))

@@ -222,19 +222,23 @@ def _tested_hypothesis(
 def _tested_rounding(
     scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """The note, if each failing case has one of its kind and the error vanishes like a rounding error."""
+    """The claim of the note, if each failing case has one of its kind and the error vanishes like a rounding error.
+
+    Where no case can tell, the note says only how large the error is.
+    """
+    ((claim, confirmed),) = note.claims.items()
     if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
         return None
     if (
         report.case.dtype not in NARROW
-        and not note.startswith(SMALL_ERROR)
+        and not claim.startswith(SMALL_ERROR)
         and not has_narrow_tensors(scheme, report.case)
     ):
         return None
     vanishes = _vanishes(scheme, report, label)
     if vanishes is None:
         return _untested(note)
-    return note if vanishes else None
+    return Note(confirmed, ROUNDING, claim) if vanishes else None
 
 
 def _tested_zero_addend(

@@ -15,9 +15,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,12 +29,14 @@ from shardproof.engines.engines import run
 from shardproof.engines.failure import RankFailure
 from shardproof.engines.lockstep import lockstep
 from shardproof.engines.program import Program
+from shardproof.experiments.existing import caches
 from shardproof.judge.compare import compare
 from shardproof.judge.reference import Reference, evaluate, undefined_gradients
 
 MOST_PROCESSES = 4
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 QUIET_S = 2.0  # for which an edited function may compute between two collectives
+END = "end"
 WALL = 3.0  # at most so many seconds for each second of computing, on a machine that others use as well
 
 
@@ -53,14 +54,23 @@ class JudgedCase:
         reference = evaluate(scheme, program, case)
         return cls(case, reference, undefined_gradients(scheme, program, case, reference))
 
-    def is_right(self, scheme: Declared) -> bool:
-        """Whether every tensor is right, as the function is now."""
+    def is_right(self, scheme: Declared, wrap: Callable[[Program], Callable[..., Any]] | None = None) -> bool:
+        """Whether every tensor is right, as the function is now, or as `wrap` makes it."""
+        program = Program.of(scheme)
         try:
-            results = run(Program.of(scheme), self.case, self.case.engine, quiet_s=QUIET_S).results
+            results = run(wrap(program) if wrap else program, self.case, self.case.engine, quiet_s=QUIET_S).results
             tensors = compare(scheme, self.case, results, self.reference, self.undefined)
         except RankFailure:
             return False
         return all(tensor.ok for tensor in tensors)
+
+
+class Unedited:
+    """Stands for an edit where the function runs as it is."""
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[bool]:
+        yield True
 
 
 def can_fork() -> bool:
@@ -68,15 +78,17 @@ def can_fork() -> bool:
     return sys.platform.startswith("linux") and not torch.cuda.is_initialized()
 
 
-def which_are_right(scheme: Declared, edits: Sequence[Any], judged: Sequence[JudgedCase], seconds: float) -> list[int]:
-    """The numbers of the edits with which all cases are right, as far as they are tried in this time.
+def right_cases(
+    scheme: Declared, edits: Sequence[Any], judged: Sequence[JudgedCase], seconds: float
+) -> dict[int, tuple[bool, ...]]:
+    """By an edit's number, which cases are right with it, as far as the edits are tried in this time.
 
     Several processes share them, and each may compute for so many seconds. Where an edit ends its process, another goes
     on with the next edit.
     """
     until = time.monotonic() + WALL * seconds
     count = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(edits)))
-    found: list[int] = []
+    found: dict[int, tuple[bool, ...]] = {}
     with selectors.DefaultSelector() as selector:
         for share in range(count):
             _start(selector, range(share, len(edits), count), scheme, edits, judged, seconds)
@@ -89,18 +101,21 @@ def which_are_right(scheme: Declared, edits: Sequence[Any], judged: Sequence[Jud
                     continue
                 selector.unregister(worker.pipe)
                 worker.end()
-                found += worker.found
+                found |= worker.found
                 if worker.left:
                     _start(selector, worker.left, scheme, edits, judged, seconds)
         for key in list(selector.get_map().values()):
             key.data.end()
-            found += key.data.found
-    return sorted(found)
+            found |= key.data.found
+    return dict(sorted(found.items()))
 
 
 @dataclass
 class _Worker:
-    """A forked process that tries `share`: it writes the number of an edit before, and `right` after a right one."""
+    """A forked process that tries `share`: it writes `7` before the edit of this number, and `7=10` after it.
+
+    There the first of two cases is right, and the second is not.
+    """
 
     process: int
     pipe: int
@@ -108,15 +123,15 @@ class _Worker:
     text: bytes = b""
 
     @property
-    def found(self) -> list[int]:
-        words = self.text.decode().split()
-        return [int(number) for number, word in pairwise(words) if word == "right"]
+    def found(self) -> dict[int, tuple[bool, ...]]:
+        pairs = (word.split("=") for word in self.text.decode().split() if "=" in word)
+        return {int(number): tuple(each == "1" for each in cases) for number, cases in pairs}
 
     @property
     def left(self) -> Sequence[int]:
         """The edits after the one that has ended the process; none if it has come to its end."""
-        words = [word for word in self.text.decode().split() if word != "right"]
-        if not words or words[-1] == "end":
+        words = [word for word in self.text.decode().split() if "=" not in word]
+        if not words or words[-1] == END:
             return ()
         return self.share[self.share.index(int(words[-1])) + 1 :]
 
@@ -157,7 +172,7 @@ def _run(parent: int, pipe: int, job: Callable[[], None]) -> NoReturn:
             for stream in (0, 1, 2):
                 os.dup2(nothing, stream)
             job()
-            os.write(pipe, b"end\n")
+            os.write(pipe, END.encode())
     finally:
         exits.leave(0)
 
@@ -172,6 +187,7 @@ def _tried(
 ) -> None:
     torch.set_num_threads(1)  # the threads of its pools stay with the parent
     lockstep.forget_sessions()
+    kept = caches()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number in share:
@@ -179,5 +195,7 @@ def _tried(
                 return
             os.write(pipe, f"{number}\n".encode())
             with edits[number].applied() as is_applied:
-                if is_applied and all(each.is_right(scheme) for each in judged):
-                    os.write(pipe, b"right\n")
+                for cache in kept:
+                    cache.cache_clear()
+                right = [is_applied and each.is_right(scheme) for each in judged]
+            os.write(pipe, f"{number}={''.join('01'[each] for each in right)}\n".encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import CodeType, FrameType
@@ -66,10 +66,12 @@ class _TracedProgram(Program):
         return line
 
 
-def running_functions(scheme: Declared, case: CaseSpec) -> Functions:
-    """Run the case once, on lockstep; the user's functions that any rank runs, forward and backward."""
+def running_functions(scheme: Declared, case: CaseSpec, caches: Iterable[Any] = ()) -> Functions:
+    """Run the case once, on lockstep, with empty caches: the user's functions that any rank runs, backward included."""
     program, functions = Program.of(scheme), Functions()
     traced = _TracedProgram(**{each.name: getattr(program, each.name) for each in fields(program)}, functions=functions)
+    for cache in caches:
+        cache.cache_clear()
     try:
         run(traced, case, case.engine)
     except RankFailure:
