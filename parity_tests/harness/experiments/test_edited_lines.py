@@ -105,10 +105,13 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("mesh['tp']", "mesh"),
         ("n if a else b", "b"),
         ("not a", "a"),
+        ("0", "rank"),
+        ("layout.size", "layout.rank"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):
     kinds = {"a": "tensor of floats, 2", "n": "int", "rank": "int", "x": "tensor of floats, 2", "mesh": "group"}
+    kinds |= {"layout.size": "int", "layout.rank": "int"}
     node = ast.parse(written, mode="eval").body
     tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",)))
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}

@@ -58,9 +58,16 @@ class Names:
     axes: tuple[str, ...]
 
     def alike(self, name: str) -> list[str]:
-        """Other local names of the same kind."""
-        kind = self.kinds.get(name)
-        return [each for each, other in self.kinds.items() if other == kind and each != name] if kind else []
+        """Other names of the same kind, fields of one object first."""
+        kind, base = self.kinds.get(name), name.partition(".")[0]
+        others = [each for each, other in self.kinds.items() if other == kind and each != name] if kind else []
+        return sorted(others, key=lambda other: other.partition(".")[0] != base)[:MOST_NAMES]
+
+    def numbers(self, *kinds: str) -> list[str]:
+        """Names of these kinds of numbers, local ones first, and the rank and the size of groups."""
+        named = sorted((name for name, kind in self.kinds.items() if kind in kinds), key=lambda name: "." in name)
+        groups = [name for name, kind in self.kinds.items() if kind == "group"]
+        return [*named[:MOST_NAMES], *(f"{group}.{call}()" for group in groups[:2] for call in ("rank", "size"))]
 
 
 Alternatives = Iterator[tuple[int, ast.expr]]
@@ -88,17 +95,19 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         case ast.BoolOp(operator, values):
             yield LIKELY, ast.BoolOp(ast.And() if isinstance(operator, ast.Or) else ast.Or(), values)
             yield from ((LIKELY, value) for value in values)
-        case ast.IfExp(_, body, orelse):
-            yield LIKELY, body
-            yield LIKELY, orelse
+        case ast.IfExp(_, body, orelse):  # the wrong branch may be wrong elsewhere
+            yield ADDED, body
+            yield ADDED, orelse
         case ast.Call():
             yield from _of_call(node, names)
         case ast.Subscript():
             yield from _of_subscript(node)
         case ast.Attribute(ast.Name(base), name):
-            others = names.attributes.get(base, set()) - {name} if base in names.kinds or base == "self" else ()
+            dotted = f"{base}.{name}"
+            read = sorted(names.attributes.get(base, set()) - {name}) if base in names.kinds else []
+            others = names.alike(dotted) or [f"{base}.{each}" for each in read if f"{base}.{each}" not in names.kinds]
             yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
-            yield from ((POSSIBLE, ast.Attribute(node.value, each, node.ctx)) for each in sorted(others)[:MOST_NAMES])
+            yield from ((POSSIBLE, _name(each)) for each in others[:MOST_NAMES])
         case ast.Attribute(_, name):
             yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
         case _:
@@ -116,6 +125,8 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div | ast.FloorDiv | ast.Mod):
             near = [each for each in near if each]
         yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys([*near, 0] if value != 1 else near))
+        if value in (0, 1):
+            yield from ((POSSIBLE, _name(each)) for each in names.numbers("int"))
     elif isinstance(value, float):
         others = (1.0, 0.0, -value, 2.0 * value, value / 2.0)
         yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys(others) if each != value)
@@ -127,7 +138,7 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
 
 def _of_name(node: ast.Name, parent: ast.AST, names: Names) -> Alternatives:
     alike = names.alike(node.id)
-    yield from ((POSSIBLE, _name(each)) for each in alike[:MOST_NAMES])
+    yield from ((POSSIBLE, _name(each)) for each in alike)
     kind = names.kinds.get(node.id, "")
     if kind == "int":
         for operator in (ast.Add(), ast.Sub()):
@@ -145,16 +156,12 @@ def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         return
     if isinstance(parent, ast.IfExp) and parent.test is node:
         return
-    factors = [name for name, kind in names.kinds.items() if kind in ("int", "float") and name not in _names(node)]
-    for factor in factors[:MOST_NAMES]:
+    inside = _names(node)
+    for factor in (name for name in names.numbers("int", "float") if name not in inside):
         for operator in (ast.Mult(), ast.Div()):
             yield ADDED, ast.BinOp(node, operator, _name(factor))
-    groups = [name for name, kind in names.kinds.items() if kind == "group"]
-    for group in groups[:2]:
-        for operator in (ast.Mult(), ast.Div()):
-            yield ADDED, ast.BinOp(node, operator, ast.Call(ast.Attribute(_name(group), "size", ast.Load()), [], []))
     if isinstance(node, ast.Name) and names.kinds.get(node.id, "").startswith("tensor"):
-        for other in names.alike(node.id)[:MOST_NAMES]:
+        for other in names.alike(node.id):
             for operator in (ast.Mult(), ast.Add(), ast.Sub()):
                 yield ADDED, ast.BinOp(node, operator, _name(other))
             for bound in ("minimum", "maximum") if "integers" in names.kinds[node.id] else ():
@@ -217,19 +224,17 @@ def of_statement(node: ast.stmt) -> Iterator[tuple[int, ast.stmt]]:
             yield LIKELY, ast.Pass()
             yield LIKELY, ast.Assign([target], value)
         case ast.Assign([ast.Name() | ast.Subscript() as target], value):
-            yield POSSIBLE, ast.Pass()
+            yield LIKELY, ast.Pass()
             yield POSSIBLE, ast.AugAssign(target, ast.Add(), value)
         case ast.Expr():
             yield LIKELY, ast.Pass()
-        case ast.If(_, body, orelse):
-            yield LIKELY, ast.If(ast.Constant(True), body, orelse)
-            yield LIKELY, ast.If(ast.Constant(False), body, orelse)
         case _:
             pass
 
 
-def _name(name: str) -> ast.Name:
-    return ast.Name(name, ast.Load())
+def _name(text: str) -> ast.expr:
+    """A name, a field of one, or a call: `rank`, `self.rank`, `group.rank()`."""
+    return ast.parse(text, mode="eval").body
 
 
 def _names(node: ast.AST) -> set[str]:

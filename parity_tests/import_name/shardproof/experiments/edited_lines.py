@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from shardproof.declare.case import SPARE, CaseSpec
+from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.draw.choosers import even_chooser
 from shardproof.draw.drawing import draw_case
@@ -32,7 +32,7 @@ from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 
-SEARCH_S = {LIKELY: 3.0, POSSIBLE: 1.5, ADDED: 1.5}  # of computing in each process, for edits of a rank
+SEARCH_S = {LIKELY: 4.0, POSSIBLE: 2.0, ADDED: 1.0}  # of computing in each process, for edits of a rank
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
 MIN_MENDED, MOSTLY = 3, 0.75  # least number and share of other failing cases that an edit makes right
 SUSPECTED = 6  # other cases whose lines are compared
@@ -46,7 +46,7 @@ def name_edited_line(
 ) -> dict[str, tuple[Note, ...]]:
     """The notes, with the line and its edit before those on numbers and places, if no note names a line or a cause."""
     by_label = dict(notes)
-    if SPARE in report.case.mesh or not can_fork() or any(map(_names_a_cause, _first(notes))):
+    if not can_fork() or any(map(_names_a_cause, _first(notes))):
         return by_label
     edits, but = _edits(scheme, report, failing)
     if not edits:
@@ -68,7 +68,7 @@ def _names_a_cause(note: Note) -> bool:
 
 
 def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple[list[LineEdit], str]:
-    """The best edits of the lowest rank, one for each line, and words for the cases that they leave wrong."""
+    """The edits of the lowest rank, the smallest of each line, and words for the cases that they leave wrong."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
     judged = _judged(scheme, [smallest.case])
     others = _judged(scheme, _other_cases(scheme, report, [*failing, report], smallest))
@@ -78,7 +78,8 @@ def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple
         mending = [edits[number] for number, (is_right,) in found.items() if is_right]
         proven, words = _proven(scheme, mending, others) if mending else ([], "")
         if proven:
-            return list({(edit.unit.file, edit.line): edit for edit in reversed(proven)}.values()), words
+            smallest_first = sorted(proven, key=lambda edit: edit.size)
+            return list({(e.unit.file, e.line): e for e in reversed(smallest_first)}.values())[::-1], words
     return [], ""
 
 

@@ -12,6 +12,7 @@ import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any
@@ -83,6 +84,13 @@ class LineEdit:
         finally:
             for function, old, _ in changed:
                 function.__code__ = old
+
+    @property
+    def size(self) -> int:
+        """How many characters it changes."""
+        old, new = _text(self.old), _text(self.new)
+        same = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+        return len(old) + len(new) - 2 * sum(block.size for block in same)
 
     @property
     def words(self) -> str:
@@ -246,7 +254,8 @@ def _put(parent: ast.AST, field_name: str, place: int | None, node: ast.AST) -> 
 
 
 def _at(new: ast.AST, old: Any) -> ast.AST:
-    return ast.fix_missing_locations(ast.copy_location(new, old) if not hasattr(new, "lineno") else new)
+    """The new node with the place of the old one, in a tree that may have parts of it."""
+    return ast.fix_missing_locations(new if new in ast.walk(old) else ast.copy_location(new, old))
 
 
 def _is_called(node: ast.AST, parent: ast.AST) -> bool:
