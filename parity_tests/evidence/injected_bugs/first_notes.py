@@ -48,6 +48,7 @@ MEANS = (
 )
 STATES = (
     "no pattern",
+    "a small error",
     "not finite",
     "finite where",
     "no gradient",
@@ -73,11 +74,11 @@ TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
     """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding.
 
-    `lines` are those of the injected text, as `file:number`. A line that would be right with an edit must be one of
-    them, whatever the edit.
+    `lines` are those of the injected text, as `file:number`. The first line that would be right with an edit must be
+    one of them, whatever the edit.
     """
     if lines and note.startswith(RIGHT_ONCE):
-        return TRUE if NAMED_LINE.findall(note)[:1] and NAMED_LINE.findall(note)[0] in lines else FALSE
+        return TRUE if next(iter(NAMED_LINE.findall(note)), "") in lines else FALSE
     if note.startswith(OF_A_LINE):
         return TRUE if kind in KINDS_OF_A_LINE else FALSE
     if note.startswith(STATES) or UNDECIDED in note:
