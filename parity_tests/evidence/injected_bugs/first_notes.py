@@ -13,22 +13,19 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import Annotated, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Annotated
 
 import numpy as np
 import typer
 
+from parity_tests.evidence.injected_bugs.headlines import Headlines, of_bug
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patched_text
-from parity_tests.evidence.injected_bugs.runner import NOT_TRIED, patched_schemes
-from parity_tests.evidence.injected_bugs.trials import SchemeTrials
-from shardproof.declare.declared import Declared
-from shardproof.experiments.notes import check_notes
-from shardproof.experiments.smallest import shrink
-from shardproof.experiments.undecided import mark_undecided
-from shardproof.report.report import Report
+from shardproof.experiments.edited_programs import RIGHT_ONCE
 
 # How a sentence begins or a part of it, and the kinds of mistakes that it can truly mean.
 MEANS = (
@@ -51,6 +48,7 @@ MEANS = (
 )
 STATES = (
     "no pattern",
+    "a small error",
     "not finite",
     "finite where",
     "no gradient",
@@ -60,6 +58,7 @@ STATES = (
 )
 OF_A_LINE = "forward equal, gradient not: "  # a collective or a place that lacks a sum, or has one too many
 KINDS_OF_A_LINE = {"reduction", "group", "scale", "tied", "buffer", "schedule"}
+NAMED_LINE = re.compile(r"[\w.]+\.py:\d+")
 UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
 ANYWHERE = (
     "its own shard",
@@ -70,20 +69,16 @@ ANYWHERE = (
     "hold different copies",
 )  # of a place: true of any kind but one
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
-SCHEMES, EXAMPLES = 3, 12  # of a bug: the nearest schemes and drawn cases of each that are tried
 
 
-class Headlines(NamedTuple):
-    """The first notes of one bug's smallest failing case: of that case alone, and after the experiments."""
+def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
+    """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding.
 
-    bug: InjectedBug
-    alone: str
-    tested: str
-    is_undecided: bool
-
-
-def truth(kind: str, note: str) -> str:
-    """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding."""
+    `lines` are those of the injected text, as `file:number`. The first line that would be right with an edit must be
+    one of them, whatever the edit.
+    """
+    if lines and note.startswith(RIGHT_ONCE):
+        return TRUE if next(iter(NAMED_LINE.findall(note)), "") in lines else FALSE
     if note.startswith(OF_A_LINE):
         return TRUE if kind in KINDS_OF_A_LINE else FALSE
     if note.startswith(STATES) or UNDECIDED in note:
@@ -91,6 +86,19 @@ def truth(kind: str, note: str) -> str:
     if any(words in note for words in ANYWHERE):
         return FALSE if kind == "precision" else TRUE
     return next((TRUE if kind in kinds else FALSE for words, kinds in MEANS if words in note), NOTHING)
+
+
+def of(bug: InjectedBug, note: str) -> str:
+    """Whether a note is true of a bug."""
+    return truth(bug.kind, note, lines_of(bug))
+
+
+def lines_of(bug: InjectedBug) -> list[str]:
+    """The lines of the injected text, as notes write them; of a text that is only left out, the line where it stood."""
+    patch = patched_text(bug)
+    count = max(1, len(bug.new.rstrip("\n").splitlines()))
+    file = patch.file.rpartition("/")[2]
+    return [f"{file}:{number}" for number in range(patch.first_line, patch.first_line + count)]
 
 
 def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
@@ -105,59 +113,52 @@ def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
     return turns[:count]
 
 
-def headlines(bug: InjectedBug, component_trials: Iterable[SchemeTrials]) -> Headlines | None:
-    """The notes on the first failing case that has any, after it is shrunk; None if no case has notes."""
-    patch = patched_text(bug)
-    running = (trials for trials in component_trials if trials.runs(patch.file, patch.replaced_lines))
-    affected = list(islice(running, SCHEMES))
-    modules, patched = patched_schemes(bug, [each.scheme for each in affected])
-    with modules:
-        for each in affected:
-            scheme = patched[each.scheme.key]
-            for trial in each.drawn:
-                report = trial.on(scheme)
-                if report.notes:
-                    return _headlines(bug, scheme, shrink(scheme, report, {}))
-    return None
-
-
-def _headlines(bug: InjectedBug, scheme: Declared, report: Report) -> Headlines:
-    after = check_notes(scheme, report)
-    first = next(iter(report.notes))
-    return Headlines(bug, report.notes[first][0], after.notes[first][0], mark_undecided(scheme, report).is_undecided)
+def measured(bugs: Iterable[InjectedBug]) -> Iterator[tuple[InjectedBug, Headlines | None]]:
+    """Each bug with its headlines, from a process that serves all; a bug may end it, and the next one gets another."""
+    context = get_context("spawn")  # JAX starts in no process that is forked
+    pool = ProcessPoolExecutor(1, context)
+    try:
+        for bug in bugs:
+            try:
+                headlines = pool.submit(of_bug, bug).result()
+            except BrokenProcessPool:
+                print(f"{bug.component}: {bug.name} ends the process", flush=True)
+                pool = ProcessPoolExecutor(1, context)
+                continue
+            yield bug, headlines
+    finally:
+        pool.shutdown()
 
 
 def main(
+    pattern: Annotated[str, typer.Argument(help="Only bugs whose name, kind or symbol contains this.")] = "",
     count: Annotated[int, typer.Option("--sample", min=1, help="How many bugs.")] = 60,
     every: Annotated[bool, typer.Option("--every", help="Print each bug's notes.")] = False,
 ) -> None:
     """Inject a sample of the catalogue and print how many first notes are true of the injected bug."""
     from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
-    from parity_tests.evidence.injected_bugs.report import without_schedule_warnings
-    from shardproof.declare import discover
-    from shardproof.engines.speed_advice import without_advice
 
-    built_in = [scheme for scheme in discover.built_in() if scheme.name not in NOT_TRIED]
-    trials = [SchemeTrials(scheme, EXAMPLES) for scheme in built_in if "lockstep" in scheme.engines]
-    results: list[Headlines] = []
-    with without_advice(), without_schedule_warnings():
-        for bug in sample(CATALOGUE, count):
-            component_trials = [each for each in trials if f".{bug.component}." in each.scheme.key]
-            headline = headlines(bug, component_trials)
-            results += [headline] if headline else []
-            if every and headline:
-                verdicts = truth(bug.kind, headline.alone), truth(bug.kind, headline.tested)
-                print(f"{bug.component}: {bug.name} ({bug.kind})\n  {verdicts[0]}: {headline.alone}", flush=True)
-                print(f"  {verdicts[1]}: {headline.tested}{'  UNDECIDED' if headline.is_undecided else ''}", flush=True)
+    chosen = [bug for bug in CATALOGUE if any(pattern in text for text in (bug.name, bug.kind, bug.at))]
+    results: list[tuple[InjectedBug, Headlines]] = []
+    for bug, headlines in measured(sample(chosen, count)):
+        if headlines is None:
+            continue
+        results.append((bug, headlines))
+        if every:
+            print(f"{bug.component}: {bug.name} ({bug.kind})\n  {of(bug, headlines.alone)}: {headlines.alone}")
+            ending = "  UNDECIDED" if headlines.is_undecided else ""
+            print(f"  {of(bug, headlines.tested)}: {headlines.tested}{ending}", end=" ")
+            print(f"({headlines.seconds:.1f} s of experiments)", flush=True)
     for name, notes in (
-        ("one case alone", [s.alone for s in results]),
-        ("after experiments", [s.tested for s in results]),
+        ("one case alone", [(bug, headlines.alone) for bug, headlines in results]),
+        ("after experiments", [(bug, headlines.tested) for bug, headlines in results]),
     ):
-        counted = Counter(truth(headline.bug.kind, note) for headline, note in zip(results, notes, strict=True))
+        counted = Counter(of(bug, note) for bug, note in notes)
         claims, share = counted[TRUE] + counted[FALSE], counted[TRUE] / max(len(notes), 1)
         print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing", end="; ")
         print(f"{share:.0%} of {len(notes)} name a cause")
-    print(f"{sum(headline.is_undecided for headline in results)} of {len(results)} failing cases are called undecided")
+    undecided = sum(headlines.is_undecided for _, headlines in results)
+    print(f"{undecided} of {len(results)} failing cases are called undecided")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,16 @@
 """The rule by which a first note is true of an injected bug, and the sample that it is measured on."""
 
+import os
+import signal
+from dataclasses import replace
+
 import pytest
 
+from parity_tests.evidence.injected_bugs import first_notes
 from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
-from parity_tests.evidence.injected_bugs.first_notes import EXAMPLES, FALSE, NOTHING, TRUE, headlines, sample, truth
+from parity_tests.evidence.injected_bugs.first_notes import FALSE, NOTHING, TRUE, lines_of, measured, sample, truth
+from parity_tests.evidence.injected_bugs.headlines import EXAMPLES, headlines
+from parity_tests.evidence.injected_bugs.injected_bug import patched_text
 from parity_tests.evidence.injected_bugs.trials import SchemeTrials
 from shardproof.declare import discover
 
@@ -26,10 +33,37 @@ from shardproof.declare import discover
         ("reduction", "right once all_reduce at x.py:7 takes AVG, not SUM", TRUE),
         ("order", "right once all_reduce at x.py:7 takes AVG, not SUM", FALSE),
         ("precision", "each rank computes the reference of its own shard", FALSE),
+        ("precision", "a small error: bfloat16 accumulation could do as much", NOTHING),
     ],
 )
 def test_a_note_is_true_of_the_kinds_that_it_can_mean(kind, note, expected):
     assert truth(kind, note) == expected
+
+
+def test_a_line_is_true_only_if_the_bug_stands_there():
+    note = "right once schedule.py:8 has `a < b`, not `a <= b`, or once schedule.py:9 has `b`, not `c`"
+    assert truth("order", note, ["schedule.py:8"]) == TRUE
+    assert truth("order", note, ["schedule.py:9"]) == FALSE
+
+
+def test_the_lines_of_a_bug_are_those_of_its_own_text():
+    (bug,) = (bug for bug in CATALOGUE if bug.name == "a window one key too wide")
+    (line,) = lines_of(bug)
+    file, number = line.split(":")
+    text = patched_text(bug)
+    assert text.file.endswith(file) and bug.new.strip() in text.text.splitlines()[int(number) - 1]
+
+
+def _ends_its_process(bug):
+    if bug.name == "first":
+        os.kill(os.getpid(), signal.SIGFPE)
+
+
+def test_a_bug_that_ends_the_process_is_passed_over(monkeypatch, capsys):
+    monkeypatch.setattr(first_notes, "of_bug", _ends_its_process)
+    bugs = [replace(CATALOGUE[0], name=name) for name in ("first", "second")]
+    assert list(measured(bugs)) == [(bugs[1], None)]
+    assert "first ends the process" in capsys.readouterr().out
 
 
 def test_a_sample_is_drawn_across_components_and_repeats():
@@ -45,4 +79,4 @@ def test_the_notes_of_a_sum_that_was_averaged():
     near = [SchemeTrials(scheme, EXAMPLES) for scheme in discover.built_in() if ".collectives." in scheme.key]
     said = headlines(bug, near)
     assert said is not None and not said.is_undecided
-    assert [truth(bug.kind, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]
+    assert [first_notes.of(bug, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]

@@ -63,10 +63,10 @@ def test_accumulation_in_the_narrow_dtype():
     got[7] += 3e-3
     tell = {"coarse_budgets": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
     assert explain(evidence(got, want, **tell))[:2] == (
-        "within what bfloat16 accumulation may do",
+        "a small error: bfloat16 accumulation could do as much",
         "wrong only where tp rank 0 owns (1 of its 10 elements)",
     )
-    assert headline(got, want, coarse_dtype="float16", **tell) == "within what float16 accumulation may do"
+    assert headline(got, want, coarse_dtype="float16", **tell) == "a small error: float16 accumulation could do as much"
     got[7] += 1
     assert not any("accumulation" in note for note in explain(evidence(got, want, **tell)))
 

@@ -16,8 +16,8 @@ def test_a_few_roundings_more():
     budgets = {2: np.full(9, 1e-2), 3: np.full(9, 3e-2), 4: np.full(9, 5e-2)}
     fields = {"budgets_by_roundings": budgets, "coarse_budgets": np.full(9, 5e-2)}
     assert explain(evidence(got, want, **fields))[:2] == (
-        "within what 3 roundings to bfloat16 may do: declare roundings=3 if they are meant",
-        "within what bfloat16 accumulation may do",
+        "a small error: 3 roundings to bfloat16 could do as much: declare roundings=3 if they are meant",
+        "a small error: bfloat16 accumulation could do as much",
     )
     assert headline(got + 1.0, want, **fields).startswith("no pattern")
 
@@ -25,14 +25,14 @@ def test_a_few_roundings_more():
 def test_an_error_far_below_a_narrow_sum_comes_from_a_formula():
     """Beyond 2**-20 of each number, and below the mean of that and the coarser budget, or above it."""
     want, wide = numbers(9), {"coarse_budgets": 2.0**-8 * np.abs(numbers(9))}
-    words = "an error of rounding, far below bfloat16 accumulation: a formula that cancels"
+    words = "a small error: a formula that cancels, far below bfloat16 accumulation, could do as much"
     assert headline(want * (1 + 2.0**-17), want, **wide) == words
-    assert headline(want * (1 + 2.0**-10), want, **wide) == "within what bfloat16 accumulation may do"
+    assert headline(want * (1 + 2.0**-10), want, **wide) == "a small error: bfloat16 accumulation could do as much"
 
 
 def test_one_element_is_reported_as_such():
     clue = headline([2.01], [2.0], coarse_budgets=np.array([0.1]))
-    assert clue == "within what bfloat16 accumulation may do; rests on a single element"
+    assert clue == "a small error: bfloat16 accumulation could do as much; rests on a single element"
 
 
 @pytest.mark.slow

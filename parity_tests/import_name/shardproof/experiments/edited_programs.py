@@ -25,6 +25,7 @@ from shardproof.engines.ledger import LedgerRow, base, is_plumbing
 from shardproof.engines.lockstep.repair import ALL_RANKS, OMIT, REDUCE, Repair, under
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.right_apart import JudgedCase
 from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
@@ -111,9 +112,9 @@ def _fails_on_one_rank(scheme: Declared, report: Report) -> bool:
 
 def _that_mend(scheme: Declared, report: Report, others: Sequence[CaseSpec], edits: Iterable[Edit]) -> Iterator[Edit]:
     """The edits with which all tensors of all these cases are right."""
+    failing = JudgedCase.of(scheme, report.case)
     for edit in edits:
-        edited = verify_case(scheme, report.case, wrap_program=edit.wrap)
-        if _is_right(edited) and all(map(_is_right, cases.reports(scheme, others, edit.wrap))):
+        if failing.is_right(scheme, edit.wrap) and all(map(_is_right, cases.reports(scheme, others, edit.wrap))):
             yield edit
 
 

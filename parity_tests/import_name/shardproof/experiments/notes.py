@@ -22,6 +22,7 @@ from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.edited_lines import name_edited_line
 from shardproof.experiments.edited_programs import name_edits
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
@@ -77,6 +78,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     notes = name_own_shards(scheme, report, failing, notes)
     # 4. The small edit of the function that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
+    # 5. The small edit of one line that does.
+    notes = name_edited_line(scheme, report, failing, notes)
     notes = {label: _without_rounding(of_tensor) for label, of_tensor in notes.items()}
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
@@ -219,19 +222,23 @@ def _tested_hypothesis(
 def _tested_rounding(
     scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """The note, if each failing case has one of its kind and the error vanishes like a rounding error."""
+    """The claim of the note, if each failing case has one of its kind and the error vanishes like a rounding error.
+
+    Where no case can tell, the note says only how large the error is.
+    """
+    ((claim, confirmed),) = note.claims.items()
     if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
         return None
     if (
         report.case.dtype not in NARROW
-        and not note.startswith(SMALL_ERROR)
+        and not claim.startswith(SMALL_ERROR)
         and not has_narrow_tensors(scheme, report.case)
     ):
         return None
     vanishes = _vanishes(scheme, report, label)
     if vanishes is None:
         return _untested(note)
-    return note if vanishes else None
+    return Note(confirmed, ROUNDING, claim) if vanishes else None
 
 
 def _tested_zero_addend(

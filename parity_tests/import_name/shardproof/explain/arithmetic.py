@@ -343,15 +343,23 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
     """The error is within the budgets for more intermediates stored in the tested dtype."""
     for count, budgets in sorted(evidence.budgets_by_roundings.items()):
         if replace(evidence, budgets=budgets).wrong_count == 0:
-            what = f"within what {count} roundings to {evidence.coarse_dtype} may do"
+            roundings = f"{count} roundings to {evidence.coarse_dtype}"
             remedy = (
                 "sums='float32' promises none" if evidence.wide_sums else f"declare roundings={count} if they are meant"
             )
-            yield Note(f"{what}: {remedy}", ROUNDING, what)
+            yield _of_rounding(f"within what {roundings} may do", roundings, f": {remedy}")
             return
 
 
+SMALL = "a small error: "
 SMALL_ERROR = "an error of rounding"
+
+
+def _of_rounding(claim: str, cause: str, rest: str) -> Note:
+    """What one case shows, its size, with the claim that a case in a wider dtype may confirm as its wording."""
+    return Note(f"{SMALL}{cause} could do as much{rest}", ROUNDING, {claim: f"{claim}{rest}"})
+
+
 SEPARATE = 16.0  # least ratio of the coarse budget to the budget that tells a coarser dtype from a cancelling formula
 
 
@@ -359,14 +367,16 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
     """The error is within the budgets for sums in a coarser dtype, and not far below them."""
     coarse = evidence.coarse_budgets
     if coarse is not None and replace(evidence, budgets=coarse).wrong_count == 0:
-        what = f"within what {evidence.coarse_dtype} accumulation may do"
+        cause = f"{evidence.coarse_dtype} accumulation"
+        what = f"within what {cause} may do"
         with np.errstate(over="ignore", invalid="ignore"):
             error = np.abs(evidence.got - evidence.want)[evidence.is_wrong]
             between = np.sqrt(evidence.budgets * coarse)[evidence.is_wrong]
         is_far = not evidence.wide_sums and (coarse > SEPARATE * evidence.budgets).all()
         if is_far and (error < between).all():
-            what = f"{SMALL_ERROR}, far below {evidence.coarse_dtype} accumulation: a formula that cancels"
-        yield Note(f"{what}{evidence.caveat if evidence.got.size == 1 else ''}", ROUNDING, what)
+            what = f"{SMALL_ERROR}, far below {cause}: a formula that cancels"
+            cause = f"a formula that cancels, far below {cause},"
+        yield _of_rounding(what, cause, evidence.caveat if evidence.got.size == 1 else "")
 
 
 def miscounted_input(evidence: Evidence) -> Iterator[Note]:

@@ -112,6 +112,11 @@ def _session(fn: Job, case: CaseSpec, quiet_s: float) -> Session:
     return session
 
 
+def forget_sessions() -> None:
+    """In a forked process, which has none of the threads: the next run of each mesh starts its own."""
+    _sessions.clear()
+
+
 class Session:
     """The threads of one mesh."""
 

@@ -1,0 +1,117 @@
+"""Wrong lines that no number tells, and the edit of the line that makes every tensor right."""
+
+import ast
+import os
+
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests.specimens.wrong_gradients import line_of
+from shardproof import scheme, values
+from shardproof.experiments.alternatives import Names, alternatives
+from shardproof.experiments.edited_lines import name_edited_line
+from shardproof.experiments.edited_programs import RIGHT_ONCE
+from shardproof.experiments.line_edits import edits_of
+from shardproof.experiments.right_apart import JudgedCase, right_cases
+from shardproof.experiments.running_lines import running_functions
+from shardproof.verify_one_case import verify_case
+from torch_impl.collectives import all_reduce
+
+
+def first_note(function, reference, inputs, outputs, case, label="out", **more):
+    draw = {name: values("normal") for name in inputs}
+    defaults = {"mesh": {"tp": (1, 2, 4)}, "draw": draw, "dtypes": ("float32",)}
+    declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
+    report = verify_case(declaration, declaration.case(**case))
+    assert report.verdict == "mismatch", str(report)
+    return str(name_edited_line(declaration, report, [], report.notes)[label][0])
+
+
+def of_the_wrong_neighbour(mesh, x):
+    size, rank = mesh.size("tp"), mesh.rank("tp")
+    parts = [torch.empty_like(x) for _ in range(size)]
+    dist.all_gather(parts, x.contiguous(), group=mesh["tp"])
+    before = parts[(rank + 1) % size][-1:]
+    return torch.cat([before, x[:-1]]) * 2 - x
+
+
+def a_row_too_many(mesh, x, w):
+    rows = mesh.rank("tp") * len(x) + torch.arange(len(x))
+    kept = torch.where((rows <= 3)[:, None], x, 0)
+    return all_reduce(kept.sum(0), mesh["tp"]) * w
+
+
+def of_first_rows(x, w):
+    return jnp.where(jnp.arange(x.shape[0])[:, None] < 3, x, 0).sum(0) * w
+
+
+def test_a_neighbour_on_the_wrong_side():
+    note = first_note(
+        of_the_wrong_neighbour, lambda x: 2.0 * jnp.roll(x, 1, 0) - x, {"x": "s/tp d"}, "s/tp d",
+        {"tp": 4, "s": 8, "d": 3}, nograd=("x",),
+    )  # fmt: skip
+    line = line_of(of_the_wrong_neighbour, "before = ")
+    assert note == f"{RIGHT_ONCE}{line} has `parts[(rank - 1) % size][-1:]`, not `parts[(rank + 1) % size][-1:]`"
+
+
+def test_a_row_too_many():
+    case = {"tp": 2, "s": 8, "d": 3}
+    note = first_note(a_row_too_many, of_first_rows, {"x": "s/tp d", "w": "d tp=I"}, "d tp=I", case)
+    assert note.startswith(f"{RIGHT_ONCE}{line_of(a_row_too_many, 'rows <= 3')} has `torch.where((rows ")
+
+
+def test_no_line_is_named_if_no_small_edit_is_right():
+    note = first_note(
+        lambda mesh, x: x.cos(), lambda x: jnp.tanh(x) + x**3 / 7.0, {"x": "s/tp d"}, "s/tp d", {"tp": 2, "s": 4}
+    )
+    assert not note.startswith(RIGHT_ONCE)
+
+
+class _EndsItsProcess:
+    def applied(self):
+        os._exit(1)
+
+
+def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
+    declaration = scheme(
+        reference=of_first_rows, inputs={"x": "s/tp d", "w": "d tp=I"}, outputs="d tp=I", mesh={"tp": (1, 2, 4)}
+    )(a_row_too_many)
+    case = declaration.case(tp=2, s=8, d=3)
+    edits = edits_of(running_functions(declaration, case), ["tp"])
+    judged = [JudgedCase.of(declaration, case)]
+    found = right_cases(declaration, edits, judged, 60.0)
+    assert len(found) == len(edits) and (True,) in found.values()
+    with_ends = [each for edit in edits for each in (_EndsItsProcess(), edit)]
+    assert right_cases(declaration, with_ends, judged, 60.0) == {
+        2 * place + 1: is_right for place, is_right in found.items()
+    }
+    assert not judged[0].is_right(declaration)  # the function itself is as it was
+
+
+@pytest.mark.parametrize(
+    ("written", "right"),
+    [
+        ("a / n", "a"),
+        ("a + n", "a - n"),
+        ("a < n", "a <= n"),
+        ("x.sum(0).detach()", "x.sum(0)"),
+        ("x[1:]", "x"),
+        ("rank", "rank + 1"),
+        ("rank", "n"),
+        ("torch.maximum(a, b)", "torch.minimum(a, b)"),
+        ("f(a, b)", "f(b, a)"),
+        ("mesh['tp']", "mesh"),
+        ("n if a else b", "b"),
+        ("not a", "a"),
+        ("0", "rank"),
+        ("layout.size", "layout.rank"),
+    ],
+)
+def test_what_may_be_right_in_place_of_an_expression(written, right):
+    kinds = {"a": "tensor of floats, 2", "n": "int", "rank": "int", "x": "tensor of floats, 2", "mesh": "group"}
+    kinds |= {"layout.size": "int", "layout.rank": "int"}
+    node = ast.parse(written, mode="eval").body
+    tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",)))
+    assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}

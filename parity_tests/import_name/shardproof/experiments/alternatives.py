@@ -1,0 +1,241 @@
+"""What may be right in place of an expression or a statement: `a` for `a / n`, `<=` for `<`, `rank + 1` for `rank`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Ranks of edits: a part is left out or exchanged first, then a name, then a part is added.
+LIKELY, POSSIBLE, ADDED = 0, 1, 2
+NUMBERS = ("tensor of floats", "tensor of integers", "int", "float")  # kinds that can be multiplied
+MOST_NAMES = 6  # of the same kind that are tried for a name
+
+COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.Gt),
+    ast.LtE: (ast.Lt, ast.GtE),
+    ast.Gt: (ast.GtE, ast.Lt),
+    ast.GtE: (ast.Gt, ast.LtE),
+    ast.Eq: (ast.NotEq, ast.LtE, ast.GtE),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Div, ast.Add),
+    ast.Div: (ast.Mult,),
+    ast.FloorDiv: (ast.Mod, ast.Mult),
+    ast.Mod: (ast.FloorDiv,),
+    ast.BitAnd: (ast.BitOr,),
+    ast.BitOr: (ast.BitAnd,),
+}
+_PAIRS = (
+    "min max, amin amax, minimum maximum, clamp_min clamp_max, argmin argmax, sum mean, sum amax, all any, tril triu, "
+    "floor ceil, zeros ones, zeros_like ones_like, maximum logaddexp, exp exp2, log log2, cumsum cumprod, SUM AVG, "
+    "SUM MAX, MAX AVG, MIN MAX, bfloat16 float32, float16 float32, float32 float64, var std, abs square, pop popleft, "
+    "append appendleft, copy_ add_, scatter scatter_add, scatter_ scatter_add_, rsqrt sqrt, sub add, sub_ add_, "
+    "mul div, mul_ div_, isend irecv, all_reduce_sum all_reduce_max, floor_divide remainder, sigmoid softmax"
+)
+FUNCTIONS: dict[str, list[str]] = {}  # name -> others with the same parameters
+for _pair in _PAIRS.split(", "):
+    _one, _other = _pair.split()
+    FUNCTIONS.setdefault(_one, []).append(_other)
+    FUNCTIONS.setdefault(_other, []).append(_one)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a function's names hold; in its file, the attributes read of a name and the strings given to a keyword."""
+
+    kinds: Mapping[str, str]
+    attributes: Mapping[str, set[str]]
+    strings: Mapping[str, set[str]]
+    axes: tuple[str, ...]
+
+    def alike(self, name: str) -> list[str]:
+        """Other names of the same kind, fields of one object first."""
+        kind, base = self.kinds.get(name), name.partition(".")[0]
+        others = [each for each, other in self.kinds.items() if other == kind and each != name] if kind else []
+        return sorted(others, key=lambda other: other.partition(".")[0] != base)[:MOST_NAMES]
+
+    def numbers(self, *kinds: str) -> list[str]:
+        """Names of these kinds of numbers, local ones first, and the rank and the size of groups."""
+        named = sorted((name for name, kind in self.kinds.items() if kind in kinds), key=lambda name: "." in name)
+        groups = [name for name, kind in self.kinds.items() if kind == "group"]
+        return [*named[:MOST_NAMES], *(f"{group}.{call}()" for group in groups[:2] for call in ("rank", "size"))]
+
+
+Alternatives = Iterator[tuple[int, ast.expr]]
+
+
+def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
+    """The expressions that may be right in place of `node`, each with its rank."""
+    match node:
+        case ast.Constant():
+            yield from _of_constant(node, parent, names)
+        case ast.Name():
+            yield from _of_name(node, parent, names)
+        case ast.BinOp(left, operator, right):
+            yield LIKELY, left
+            yield LIKELY, right
+            yield from ((LIKELY, ast.BinOp(left, other(), right)) for other in OPERATORS.get(type(operator), ()))
+            if isinstance(operator, ast.Sub | ast.Div | ast.FloorDiv | ast.Mod | ast.MatMult):
+                yield POSSIBLE, ast.BinOp(right, operator, left)
+        case ast.Compare(left, [operator], [right]):
+            yield from (
+                (LIKELY, ast.Compare(left, [other()], [right])) for other in COMPARISONS.get(type(operator), ())
+            )
+        case ast.UnaryOp(_, operand):
+            yield LIKELY, operand
+        case ast.BoolOp(operator, values):
+            yield LIKELY, ast.BoolOp(ast.And() if isinstance(operator, ast.Or) else ast.Or(), values)
+            yield from ((LIKELY, value) for value in values)
+        case ast.IfExp(_, body, orelse):  # the wrong branch may be wrong elsewhere
+            yield ADDED, body
+            yield ADDED, orelse
+        case ast.Call():
+            yield from _of_call(node, names)
+        case ast.Subscript():
+            yield from _of_subscript(node)
+        case ast.Attribute(ast.Name(base), name):
+            dotted = f"{base}.{name}"
+            read = sorted(names.attributes.get(base, set()) - {name}) if base in names.kinds else []
+            others = names.alike(dotted) or [f"{base}.{each}" for each in read if f"{base}.{each}" not in names.kinds]
+            yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
+            yield from ((POSSIBLE, _name(each)) for each in others[:MOST_NAMES])
+        case ast.Attribute(_, name):
+            yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
+        case _:
+            pass
+    if isinstance(node, ast.Call | ast.Attribute | ast.BinOp | ast.Subscript):
+        yield from _extended(node, parent, names)
+
+
+def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternatives:
+    value: Any = node.value
+    if isinstance(value, bool):
+        yield LIKELY, ast.Constant(not value)
+    elif isinstance(value, int):
+        near = [value + 1, value - 1] if value else [1, -1]
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div | ast.FloorDiv | ast.Mod):
+            near = [each for each in near if each]
+        yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys([*near, 0] if value != 1 else near))
+        if value in (0, 1):
+            yield from ((POSSIBLE, _name(each)) for each in names.numbers("int"))
+    elif isinstance(value, float):
+        others = (1.0, 0.0, -value, 2.0 * value, value / 2.0)
+        yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys(others) if each != value)
+    elif isinstance(value, str):
+        known = names.strings.get(parent.arg, set()) if isinstance(parent, ast.keyword) and parent.arg else set()
+        others = {*known, *(names.axes if value in names.axes else ())} - {value}
+        yield from ((LIKELY, ast.Constant(each)) for each in sorted(others))
+
+
+def _of_name(node: ast.Name, parent: ast.AST, names: Names) -> Alternatives:
+    alike = names.alike(node.id)
+    yield from ((POSSIBLE, _name(each)) for each in alike)
+    kind = names.kinds.get(node.id, "")
+    if kind == "int":
+        for operator in (ast.Add(), ast.Sub()):
+            yield POSSIBLE, ast.BinOp(node, operator, ast.Constant(1))
+        yield POSSIBLE, ast.Constant(0)
+    elif kind == "slice":
+        yield POSSIBLE, ast.Call(_name("slice"), [ast.Constant(None)], [])
+    if kind.startswith(NUMBERS):
+        yield from _extended(node, parent, names)
+
+
+def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
+    """A value with a factor, a divisor or a bound that other names of the function give."""
+    if isinstance(parent, ast.Attribute | ast.Starred | ast.Subscript):
+        return
+    if isinstance(parent, ast.IfExp) and parent.test is node:
+        return
+    inside = _names(node)
+    for factor in (name for name in names.numbers("int", "float") if name not in inside):
+        for operator in (ast.Mult(), ast.Div()):
+            yield ADDED, ast.BinOp(node, operator, _name(factor))
+    if isinstance(node, ast.Name) and names.kinds.get(node.id, "").startswith("tensor"):
+        for other in names.alike(node.id):
+            for operator in (ast.Mult(), ast.Add(), ast.Sub()):
+                yield ADDED, ast.BinOp(node, operator, _name(other))
+            for bound in ("minimum", "maximum") if "integers" in names.kinds[node.id] else ():
+                yield ADDED, ast.Call(ast.Attribute(_name(node.id), bound, ast.Load()), [_name(other)], [])
+
+
+def _of_call(node: ast.Call, names: Names) -> Alternatives:
+    if isinstance(node.func, ast.Attribute):
+        func = node.func
+        if not isinstance(func.value, ast.Name) or func.value.id in names.kinds:
+            yield LIKELY, func.value  # a method left out
+        for name in FUNCTIONS.get(func.attr, ()):
+            yield LIKELY, ast.Call(ast.Attribute(func.value, name, func.ctx), node.args, node.keywords)
+    elif isinstance(node.func, ast.Name):
+        for name in FUNCTIONS.get(node.func.id, ()):
+            yield LIKELY, ast.Call(ast.Name(name, ast.Load()), node.args, node.keywords)
+    for place, argument in enumerate(node.args):
+        if isinstance(argument, ast.Starred):
+            continue
+        is_value = not isinstance(argument, ast.Name | ast.Constant) or (
+            isinstance(argument, ast.Name) and names.kinds.get(argument.id, "").startswith(NUMBERS)
+        )
+        if place < 2 and is_value:
+            yield LIKELY, argument
+        yield from ((POSSIBLE, each) for each in _swapped(node, place))
+    for place in range(len(node.keywords)):
+        yield LIKELY, ast.Call(node.func, node.args, [*node.keywords[:place], *node.keywords[place + 1 :]])
+    if len(node.args) > 1:
+        yield POSSIBLE, ast.Call(node.func, node.args[:-1], node.keywords)
+
+
+def _swapped(node: ast.Call, place: int) -> Iterator[ast.expr]:
+    """The call with this argument and the next one exchanged."""
+    if place + 1 < len(node.args):
+        first, second = node.args[place : place + 2]
+        yield ast.Call(node.func, [*node.args[:place], second, first, *node.args[place + 2 :]], node.keywords)
+
+
+def _of_subscript(node: ast.Subscript) -> Alternatives:
+    yield LIKELY, node.value
+    if isinstance(node.slice, ast.Slice):
+        lower, upper, step = node.slice.lower, node.slice.upper, node.slice.step
+        if lower and upper:
+            yield LIKELY, ast.Subscript(node.value, ast.Slice(lower, None, step), node.ctx)
+            yield LIKELY, ast.Subscript(node.value, ast.Slice(None, upper, step), node.ctx)
+        elif lower or upper:
+            yield LIKELY, ast.Subscript(node.value, ast.Slice(upper, lower, step), node.ctx)
+        if upper is None:
+            yield POSSIBLE, ast.Subscript(node.value, ast.Slice(lower, ast.Constant(-1), step), node.ctx)
+        if lower is None:
+            yield POSSIBLE, ast.Subscript(node.value, ast.Slice(ast.Constant(1), upper, step), node.ctx)
+
+
+def of_statement(node: ast.stmt) -> Iterator[tuple[int, ast.stmt]]:
+    """The statements that may be right in place of `node`, each with its rank."""
+    match node:
+        case ast.AugAssign(target, operator, value):
+            for other in OPERATORS.get(type(operator), ()):
+                yield LIKELY, ast.AugAssign(target, other(), value)
+            yield LIKELY, ast.Pass()
+            yield LIKELY, ast.Assign([target], value)
+        case ast.Assign([ast.Name() | ast.Subscript() as target], value):
+            yield LIKELY, ast.Pass()
+            yield POSSIBLE, ast.AugAssign(target, ast.Add(), value)
+        case ast.Expr():
+            yield LIKELY, ast.Pass()
+        case _:
+            pass
+
+
+def _name(text: str) -> ast.expr:
+    """A name, a field of one, or a call: `rank`, `self.rank`, `group.rank()`."""
+    return ast.parse(text, mode="eval").body
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}

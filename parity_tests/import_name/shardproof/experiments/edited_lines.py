@@ -1,0 +1,165 @@
+"""Name the line whose small edit makes every tensor right, with what it should read.
+
+The mistake may be in the order of two names, a border, a sign or a part that is left out, which the numbers do not
+tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
+for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
+drawn cases, or at least in most failing ones, which the note says. An edit that leaves out or exchanges a part is tried
+before one that adds a part, and of lines that rather run in failing cases first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.draw.choosers import even_chooser
+from shardproof.draw.drawing import draw_case
+from shardproof.endings.raised import none_if_raised
+from shardproof.experiments import cases
+from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE
+from shardproof.experiments.edited_programs import RIGHT_ONCE
+from shardproof.experiments.existing import caches
+from shardproof.experiments.line_edits import LineEdit, edits_of
+from shardproof.experiments.right_apart import JudgedCase, Unedited, can_fork, right_cases
+from shardproof.experiments.running_lines import Functions, running_functions
+from shardproof.explain.clues import FORWARD_EQUAL
+from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
+from shardproof.explain.places import NO_PATTERN
+from shardproof.report.report import Report
+
+SEARCH_S = {LIKELY: 4.0, POSSIBLE: 2.0, ADDED: 1.0}  # of computing in each process, for edits of a rank
+PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
+MIN_MENDED, MOSTLY = 3, 0.75  # least number and share of other failing cases that an edit makes right
+SUSPECTED = 6  # other cases whose lines are compared
+MOST_LINES = 2  # that a note names
+DRAWN = 6  # cases of any mesh and options, in which an edit must be right as well
+Notes = Mapping[str, tuple[Note, ...]]
+
+
+def name_edited_line(
+    scheme: Declared, report: Report, failing: Sequence[Report], notes: Notes
+) -> dict[str, tuple[Note, ...]]:
+    """The notes, with the line and its edit before those on numbers and places, if no note names a line or a cause."""
+    by_label = dict(notes)
+    if not can_fork() or any(map(_names_a_cause, _first(notes))):
+        return by_label
+    edits, but = _edits(scheme, report, failing)
+    if not edits:
+        return by_label
+    words = ", or once ".join(edit.words for edit in edits[:MOST_LINES]) + but
+    for label, of_tensor in notes.items():
+        rest = [note for note in of_tensor if not note.startswith(NO_PATTERN)]
+        by_label[label] = (Note(f"{RIGHT_ONCE}{words}", OBSERVED), *rest)
+    return by_label
+
+
+def _first(notes: Notes) -> Iterable[Note]:
+    return (of_tensor[0] for of_tensor in notes.values() if of_tensor)
+
+
+def _names_a_cause(note: Note) -> bool:
+    """Whether a note names a line, or a number with a meaning on every mesh."""
+    return note.scope == ACROSS_MESHES or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: "))
+
+
+def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple[list[LineEdit], str]:
+    """The edits of the lowest rank, the smallest of each line, and words for the cases that they leave wrong."""
+    smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
+    judged = _judged(scheme, [smallest.case])
+    others = _judged(scheme, _other_cases(scheme, report, [*failing, report], smallest))
+    by_rank = _by_rank(scheme, report, smallest, others)
+    for rank, edits in sorted(by_rank.items()) if judged else ():
+        found = right_cases(scheme, edits, judged, SEARCH_S[rank])
+        mending = [edits[number] for number, (is_right,) in found.items() if is_right]
+        proven, words = _proven(scheme, mending, others) if mending else ([], "")
+        if proven:
+            smallest_first = sorted(proven, key=lambda edit: edit.size)
+            return list({(e.unit.file, e.line): e for e in reversed(smallest_first)}.values())[::-1], words
+    return [], ""
+
+
+def _proven(scheme: Declared, mending: Sequence[LineEdit], others: Sequence[JudgedCase]) -> tuple[list[LineEdit], str]:
+    """The edits that are right in all these cases; else those that are right in most of the ones that fail without.
+
+    The second is the words for the cases that the edits leave wrong, as a rare border of the sizes.
+    """
+    before, *after = right_cases(scheme, [Unedited(), *mending], others, PROOF_S).values()
+    right = {edit: cases for edit, cases in zip(mending, after, strict=False)}
+    entirely = [edit for edit, cases in right.items() if all(cases)]
+    if entirely:
+        return entirely, ""
+    counts = {edit: _mended(before, cases) for edit, cases in right.items()}
+    most = max(counts.values(), default=0)
+    failing = before.count(False)
+    if most < MIN_MENDED or most < MOSTLY * failing:
+        return [], ""
+    return [edit for edit, count in counts.items() if count == most], f", in {most + 1} of {failing + 1} failing cases"
+
+
+def _mended(before: Sequence[bool], after: Sequence[bool]) -> int:
+    """How many wrong cases an edit makes right; 0 if it makes a right one wrong."""
+    pairs = list(zip(before, after, strict=True))
+    return 0 if (True, False) in pairs else pairs.count((False, True))
+
+
+def _other_cases(
+    scheme: Declared, report: Report, failing: Sequence[Report], smallest: Report
+) -> Iterator[CaseSpec | None]:
+    """The cases in which an edit must be right as well."""
+    yield from (other.case for other in failing if other is not smallest)
+    yield cases.on_another_mesh(scheme, report.case, 4)
+    yield from (_drawn(scheme, report.case, number) for number in range(DRAWN))
+
+
+def _by_rank(
+    scheme: Declared, report: Report, smallest: Report, others: Sequence[JudgedCase]
+) -> dict[int, list[LineEdit]]:
+    """The edits, those of suspicious lines first, and of the backward if only gradients are wrong; else in no order."""
+    kept = caches()
+    functions = running_functions(scheme, smallest.case, kept)
+    edits = edits_of(functions, list(report.case.mesh))
+    Random(0).shuffle(edits)
+    only_gradients = all(tensor.ok for tensor in report.tensors if tensor.role == "output")
+    of_backward = {code for code, running in functions.items() if running.in_backward}
+    suspicion = _suspicion(scheme, functions, others, kept)
+    by_rank: dict[int, list[LineEdit]] = {}
+    for edit in sorted(
+        edits,
+        key=lambda edit: ((edit.unit.code in of_backward) != only_gradients, -suspicion[edit.unit.file, edit.line]),
+    ):
+        by_rank.setdefault(edit.rank, []).append(edit)
+    return by_rank
+
+
+def _suspicion(
+    scheme: Declared, functions: Functions, others: Sequence[JudgedCase], kept: Sequence[Any]
+) -> dict[tuple[str, int], float]:
+    """For each line, how much rather it runs in cases that fail than in cases that are right, from 0 to 1."""
+    ran: dict[tuple[str, int], list[bool]] = {line: [True] for line in _lines(functions)}
+    failing = 1
+    for other in others[:SUSPECTED]:
+        fails = not other.is_right(scheme)
+        failing += fails
+        for line in _lines(running_functions(scheme, other.case, kept)) & ran.keys():
+            ran[line].append(fails)
+    return defaultdict(float, {line: sum(fails) / math.sqrt(failing * len(fails)) for line, fails in ran.items()})
+
+
+def _lines(functions: Functions) -> set[tuple[str, int]]:
+    return {(code.co_filename, line) for code, running in functions.items() for line in running.lines}
+
+
+@none_if_raised
+def _drawn(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec:
+    return draw_case(scheme, even_chooser(number), {}, dtype=case.dtype, engine=case.engine)
+
+
+def _judged(scheme: Declared, derived: Iterable[CaseSpec | None]) -> list[JudgedCase]:
+    """The cases that exist and that the reference takes."""
+    judged = (none_if_raised(JudgedCase.of)(scheme, case) for case in derived if case is not None)
+    return [each for each in judged if each is not None]

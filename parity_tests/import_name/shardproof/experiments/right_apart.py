@@ -1,0 +1,201 @@
+"""Which edits of a running function make cases right, tried in forked processes that this one can lose.
+
+An edited function may crash in native code, never end, or leave wrong values in a cache. So it runs in a fork of this
+process, which ends after the search. The fork has every module, every function and the references of the cases, and
+starts no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.endings import exits
+from shardproof.engines.engines import run
+from shardproof.engines.failure import RankFailure
+from shardproof.engines.lockstep import lockstep
+from shardproof.engines.program import Program
+from shardproof.experiments.existing import caches
+from shardproof.judge.compare import compare
+from shardproof.judge.reference import Reference, evaluate, undefined_gradients
+
+MOST_PROCESSES = 4
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+QUIET_S = 2.0  # for which an edited function may compute between two collectives
+END = "end"
+WALL = 3.0  # at most so many seconds for each second of computing, on a machine that others use as well
+
+
+@dataclass(frozen=True)
+class JudgedCase:
+    """A case with all that judging a run of it needs."""
+
+    case: CaseSpec
+    reference: Reference
+    undefined: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, scheme: Declared, case: CaseSpec) -> JudgedCase:
+        program = Program.of(scheme)
+        reference = evaluate(scheme, program, case)
+        return cls(case, reference, undefined_gradients(scheme, program, case, reference))
+
+    def is_right(self, scheme: Declared, wrap: Callable[[Program], Callable[..., Any]] | None = None) -> bool:
+        """Whether every tensor is right, as the function is now, or as `wrap` makes it."""
+        program = Program.of(scheme)
+        try:
+            results = run(wrap(program) if wrap else program, self.case, self.case.engine, quiet_s=QUIET_S).results
+            tensors = compare(scheme, self.case, results, self.reference, self.undefined)
+        except RankFailure:
+            return False
+        return all(tensor.ok for tensor in tensors)
+
+
+class Unedited:
+    """Stands for an edit where the function runs as it is."""
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[bool]:
+        yield True
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process can run the ranks of lockstep."""
+    return sys.platform.startswith("linux") and not torch.cuda.is_initialized()
+
+
+def right_cases(
+    scheme: Declared, edits: Sequence[Any], judged: Sequence[JudgedCase], seconds: float
+) -> dict[int, tuple[bool, ...]]:
+    """By an edit's number, which cases are right with it, as far as the edits are tried in this time.
+
+    Several processes share them, and each may compute for so many seconds. Where an edit ends its process, another goes
+    on with the next edit.
+    """
+    until = time.monotonic() + WALL * seconds
+    count = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(edits)))
+    found: dict[int, tuple[bool, ...]] = {}
+    with selectors.DefaultSelector() as selector:
+        for share in range(count):
+            _start(selector, range(share, len(edits), count), scheme, edits, judged, seconds)
+        while selector.get_map() and time.monotonic() < until:
+            for key, _ in selector.select(timeout=0.1):
+                worker: _Worker = key.data
+                text = os.read(worker.pipe, 1 << 12)
+                if text:
+                    worker.text += text
+                    continue
+                selector.unregister(worker.pipe)
+                worker.end()
+                found |= worker.found
+                if worker.left:
+                    _start(selector, worker.left, scheme, edits, judged, seconds)
+        for key in list(selector.get_map().values()):
+            key.data.end()
+            found |= key.data.found
+    return dict(sorted(found.items()))
+
+
+@dataclass
+class _Worker:
+    """A forked process that tries `share`: it writes `7` before the edit of this number, and `7=10` after it.
+
+    There the first of two cases is right, and the second is not.
+    """
+
+    process: int
+    pipe: int
+    share: Sequence[int]
+    text: bytes = b""
+
+    @property
+    def found(self) -> dict[int, tuple[bool, ...]]:
+        pairs = (word.split("=") for word in self.text.decode().split() if "=" in word)
+        return {int(number): tuple(each == "1" for each in cases) for number, cases in pairs}
+
+    @property
+    def left(self) -> Sequence[int]:
+        """The edits after the one that has ended the process; none if it has come to its end."""
+        words = [word for word in self.text.decode().split() if "=" not in word]
+        if not words or words[-1] == END:
+            return ()
+        return self.share[self.share.index(int(words[-1])) + 1 :]
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        os.close(self.pipe)
+
+
+def _start(
+    selector: selectors.BaseSelector,
+    share: Sequence[int],
+    scheme: Declared,
+    edits: Sequence[Any],
+    judged: Sequence[JudgedCase],
+    seconds: float,
+) -> None:
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of a fork; the child does not use it
+        process = os.fork()
+    if process == 0:
+        _run(parent, writing, lambda: _tried(share, scheme, edits, judged, seconds, writing))
+    os.close(writing)
+    selector.register(reading, selectors.EVENT_READ, _Worker(process, reading, share))
+
+
+def _run(parent: int, pipe: int, job: Callable[[], None]) -> NoReturn:
+    """In the forked process: do the job in silence, and end without what a process does after its last line."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(nothing, stream)
+            job()
+            os.write(pipe, END.encode())
+    finally:
+        exits.leave(0)
+
+
+def _tried(
+    share: Sequence[int],
+    scheme: Declared,
+    edits: Sequence[Any],
+    judged: Sequence[JudgedCase],
+    seconds: float,
+    pipe: int,
+) -> None:
+    torch.set_num_threads(1)  # the threads of its pools stay with the parent
+    lockstep.forget_sessions()
+    kept = caches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in share:
+            if time.process_time() > seconds:
+                return
+            os.write(pipe, f"{number}\n".encode())
+            with edits[number].applied() as is_applied:
+                for cache in kept:
+                    cache.cache_clear()
+                right = [is_applied and each.is_right(scheme) for each in judged]
+            os.write(pipe, f"{number}={''.join('01'[each] for each in right)}\n".encode())

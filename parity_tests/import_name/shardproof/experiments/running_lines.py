@@ -1,0 +1,110 @@
+"""Which lines of a user's code the ranks run, and what the names of each function hold there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.engines.engines import run
+from shardproof.engines.failure import RankFailure
+from shardproof.engines.ledger import is_plumbing
+from shardproof.engines.lockstep.rank_globals import imports_of
+from shardproof.engines.program import Program, RankResult
+
+INSTALLED = re.compile(r".*/(?:site|dist)-packages/(\w+)")
+
+LIBRARIES = ("builtins", "torch", "numpy", "jax", "triton", "types", "functools", "shardproof")
+
+
+@dataclass
+class Running:
+    """A function that ranks run: its lines, the kind of each name's value, whether a backward calls it."""
+
+    lines: set[int] = field(default_factory=set)
+    kinds: dict[str, str] = field(default_factory=dict)
+    in_backward: bool = False
+
+
+Functions = dict[CodeType, Running]
+
+
+@dataclass(frozen=True)
+class _TracedProgram(Program):
+    """A program whose ranks record the user's functions that they run."""
+
+    functions: Functions = field(default_factory=dict)
+    packages: frozenset[str] = frozenset()
+
+    def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            return super().__call__(mesh, case)
+        finally:
+            sys.settrace(before)
+
+    def _is_own(self, file: str) -> bool:
+        """Whether a file is the user's, or belongs to an installed package that the user's code imports."""
+        installed = INSTALLED.match(file)
+        return not (is_plumbing(file) or file.startswith("<")) and (
+            installed is None or installed[1] in self.packages.difference(LIBRARIES)
+        )
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if not self._is_own(code.co_filename):
+            return None
+        running = self.functions.setdefault(code, Running())
+        running.in_backward |= torch._C._current_graph_task_id() != -1
+
+        def line(frame: FrameType, event: str, argument: Any) -> Any:
+            running.lines.add(frame.f_lineno)
+            if event == "return":
+                running.kinds.update(_kinds(frame.f_locals))
+            return line
+
+        return line
+
+
+def running_functions(scheme: Declared, case: CaseSpec, caches: Iterable[Any] = ()) -> Functions:
+    """Run the case once, on lockstep, with empty caches: the user's functions that any rank runs, backward included."""
+    program, functions = Program.of(scheme), Functions()
+    packages = frozenset(name.partition(".")[0] for name in imports_of(program))
+    own = {each.name: getattr(program, each.name) for each in fields(program)}
+    traced = _TracedProgram(**own, functions=functions, packages=packages)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        run(traced, case, case.engine)
+    except RankFailure:
+        return {}
+    return functions
+
+
+def _kinds(names: Mapping[str, Any]) -> dict[str, str]:
+    """The kinds of what names hold, and of the fields of the user's own objects: `rank`, `self.rank`."""
+    kinds = {name: kind for name, value in names.items() if (kind := _kind(value))}
+    for name, value in names.items():
+        if type(value).__module__.partition(".")[0] not in LIBRARIES and not isinstance(value, dist.ProcessGroup):
+            own = [*getattr(value, "__dict__", {}), *getattr(value, "_fields", ())]
+            kinds |= {f"{name}.{each}": kind for each in own if (kind := _kind(getattr(value, each, None)))}
+    return kinds
+
+
+def _kind(value: Any) -> str:
+    """What may stand for a value in an edit: an integer for an integer, a tensor for one with as many dims."""
+    if isinstance(value, torch.Tensor):
+        what = "floats" if value.is_floating_point() else "flags" if value.dtype == torch.bool else "integers"
+        return f"tensor of {what}, {value.dim()}"
+    if isinstance(value, bool | int | float | slice):
+        return type(value).__name__
+    return "group" if isinstance(value, dist.ProcessGroup) else ""
