@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from parity_tests.evidence.failures.cells import ENGINES, bodies, cells
-from parity_tests.evidence.page import write
+from parity_tests.evidence.failures.cells import ENGINES, WORLDS, bodies, cells
+from parity_tests.evidence.page import read, write
 
 
 def main(
@@ -21,7 +21,9 @@ def main(
     ] = None,
     ranks: Annotated[list[int] | None, typer.Option(min=2, help="2 or 4; again for a further number.")] = None,
     kind: Annotated[list[str] | None, typer.Option(help="This kind alone; again for a further one.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the page to this file; its cells that do not run stay.")
+    ] = None,
     table: Annotated[Path | None, typer.Option(help="Write every sentence into this file, as Markdown.")] = None,
 ) -> None:
     """Run every kind of failure on every engine; status 1 if a sentence lacks the rank, the operation or the line."""
@@ -34,10 +36,10 @@ def main(
     matrix = {
         (name, world): cells(name, world, kind or list(bodies()))
         for name in engine or ENGINES
-        for world in ranks or (2, 4)
+        for world in ranks or WORLDS
     }
     if page is not None:
-        write(pages.summary(matrix), page)
+        write(pages.summary(matrix, read(page)), page)
     if table is not None:
         write(pages.sentences(matrix), table)
     lacking = 0

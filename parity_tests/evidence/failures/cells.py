@@ -29,6 +29,7 @@ from shardproof.engines.processes import orphans
 from shardproof.engines.supervised import supervised
 
 ENGINES = ("gloo", "lockstep", "torchrun")
+WORLDS = (2, 4)
 QUIET_S = 1.5
 LIMIT_S = 300.0  # for a process to answer
 RETURNED = (
@@ -60,6 +61,7 @@ HANGING = (
     "holds_the_interpreter",
     "is_stopped",
 )
+CAUSES = ("died: ", "stalled: ", "raised: ", "collective mismatch: ")  # with which a sentence begins
 OPERATION = re.compile(r"\b(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|send|recv|barrier|new_group)\b")
 
 
@@ -115,7 +117,7 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
             begun, at = next(((line["begun"], line["at"]) for line in lines[-1:] if "begun" in line), (None, started))
             if begun or not answered:
                 words = _last_words(status, errors)
-                cause = next((cause for cause in ("died", "stalled") if words.startswith(f"{cause}: ")), "ended")
+                cause = words.partition(": ")[0] if words.startswith(CAUSES) else "ended"
                 answered.append(Cell(begun or rest[0], cause, words, time.monotonic() - at))
         by_kind |= {cell.kind: cell for cell in answered}
         rest = [name for name in rest if name not in by_kind]
@@ -148,6 +150,7 @@ def _last_words(status: int | None, errors: Path) -> str:
     if status is None:
         return "\n".join([*ours, f"the process of the command was ended after {LIMIT_S:g} s without an answer"])
     how = f"was killed by {signal_name(-status)}" if status < 0 else f"left with exit code {status}"
+    ours.sort(key=lambda sentence: not sentence.startswith(CAUSES))
     return "\n".join(ours) or f"the process of the command {how}"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product, starmap
 from pathlib import Path
 
-from parity_tests.evidence.failures.cells import OUTSIDE, Cell, bodies
+from parity_tests.evidence.failures.cells import ENGINES, OUTSIDE, WORLDS, Cell, bodies
 from parity_tests.evidence.page import joined, markdown_table, written_by
 
 ROOT = f"{Path(__file__).resolve().parents[3]}/"
@@ -17,8 +18,8 @@ HEAD = """# What a failure says
 Kinds of failure on the engines of the columns. [Read a failure](how-to/read-a-failure.md) explains the sentences.
 
 A cell is the cause that the sentence begins with. *done*: nothing failed there. *ended*: the process of
-the command ended before it could answer; under torchrun a rank that is left says why. After the cause stands what the
-sentence does not name of rank, operation and line.
+the command ended before it could answer. After the cause stands what the sentence does not name of rank, operation
+and line.
 
 On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
 command with it: its parent, which waits for it, says where the ranks were. Of a wrong return value the rank is all that
@@ -31,11 +32,27 @@ It also writes the code of each kind and every sentence that is printed into `bu
 """
 
 
-def summary(matrix: Matrix) -> str:
-    """The page, as Markdown: the cause of each cell. The cells by engine and number of ranks are of the same kinds."""
-    columns = ("kind", *(f"{engine}, {world} ranks" for engine, world in matrix))
-    rows = [(_title(row[0].kind), *map(_brief, row)) for row in _rows(matrix)]
-    return HEAD.format(written_by=written_by("make failures"), table=markdown_table(columns, rows))
+def summary(matrix: Matrix, before: str = "") -> str:
+    """The page, as Markdown: the cause of each cell. Cells of the page `before` stay where the matrix has none."""
+    cells = _cells_of(before)
+    for (engine, world), row in matrix.items():
+        cells |= {(_title(cell.kind), _column(engine, world)): _brief(cell) for cell in row}
+    named = {column for _, column in cells}
+    columns = [column for column in starmap(_column, product(ENGINES, WORLDS)) if column in named]
+    kinds = [kind for kind in map(_title, bodies()) if any((kind, column) in cells for column in columns)]
+    rows = [(kind, *(cells.get((kind, column), "not run") for column in columns)) for kind in kinds]
+    return HEAD.format(written_by=written_by("make failures"), table=markdown_table(("kind", *columns), rows))
+
+
+def _cells_of(page: str) -> dict[tuple[str, str], str]:
+    """The cells of a page by their kind and column."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    (_, *columns), *rows = lines or [[""]]
+    return {(kind, column): cell for kind, *row in rows for column, cell in zip(columns, row, strict=True)}
+
+
+def _column(engine: str, world: int) -> str:
+    return f"{engine}, {world} ranks"
 
 
 def sentences(matrix: Matrix) -> str:

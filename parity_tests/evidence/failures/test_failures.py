@@ -94,8 +94,10 @@ def test_groups_that_all_ranks_make_are_no_rows_of_the_ledger() -> None:
 def test_a_rank_that_is_killed_under_torchrun() -> None:
     raised, dead = cells_of_torchrun = cells("torchrun", 2, ["raises", "is_killed"])
     assert [cell.lacks for cell in cells_of_torchrun] == [[], []]
-    assert (raised.cause, dead.cause) == ("raised", "ended")
-    assert "torchrun ends this job; of rank 1 there is no answer; rank 0 " in dead.sentence
+    assert (raised.cause, dead.cause) == ("raised", "died")
+    died, left = dead.sentence.splitlines()
+    assert died == "died: rank 1 ended without a word; it was last seen so: computes, nothing issued yet"
+    assert left.startswith("  rank 0 ") and " all_reduce float32[3] SUM (group tp, #0) at kinds.py:" in left
 
 
 def test_a_command_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +118,21 @@ def test_the_page() -> None:
     printed = page.sentences(matrix).splitlines()
     assert printed.count("rank 1 raised KeyError at a.py:3") == 2
     assert '        raise KeyError("no such weight")' in printed
+
+
+def test_a_page_keeps_the_cells_that_did_not_run() -> None:
+    def row(*causes: str) -> list[Cell]:
+        return [Cell(kind, cause, "", 0.1) for kind, cause in zip(("raises", "is_killed"), causes, strict=False)]
+
+    before = page.summary({("gloo", 2): row("done", "done"), ("lockstep", 4): row("done", "done")})
+    assert before == page.summary({}, before)
+    after = page.summary({("lockstep", 4): row("done", "done")[1:], ("torchrun", 2): row("done")}, before)
+    assert after.splitlines()[-4:] == [
+        "| kind | gloo, 2 ranks | lockstep, 4 ranks | torchrun, 2 ranks |",
+        "| --- | --- | --- | --- |",
+        "| raises | done | done | done |",
+        "| is killed | done | done | not run |",
+    ]
 
 
 def test_what_is_declared_outside_the_ranks_needs_a_line_alone() -> None:

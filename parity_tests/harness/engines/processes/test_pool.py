@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -259,14 +260,20 @@ def test_a_crash_has_the_users_line_and_its_stack(crash: Callable[[], object], n
     assert pool.run(total, case(2)).results == (1.0, 1.0)
 
 
-def test_a_rank_killed_between_runs_is_replaced() -> None:
+def test_a_rank_killed_between_runs_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     pool.run(total, case(2))
+    assert capsys.readouterr().err == ""
     before = pool._pools[2, "gloo"].pids
     os.kill(before[1], signal.SIGKILL)
     while pool._server.exit_code(before[1]) is None:
         time.sleep(0.01)
     assert pool.run(total, case(2)).results == (1.0, 1.0)
     assert pool._pools[2, "gloo"].pids != before
+    assert re.fullmatch(
+        r"shardproof: between two examples rank 1 was killed by SIGKILL; it was last seen so: returned; its last was "
+        r"all_reduce float32\[3\] SUM \(group tp, #0\) at test_pool.py:\d+; all ranks were started again\n",
+        capsys.readouterr().err,
+    )
 
 
 @pytest.mark.slow

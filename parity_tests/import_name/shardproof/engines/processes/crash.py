@@ -9,13 +9,14 @@ from __future__ import annotations
 import faulthandler
 import re
 from pathlib import Path
+from typing import IO
 
 from shardproof.endings.exits import STACKS
 from shardproof.engines.ledger import innermost
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)  # the line before the stack of a thread
-_RANK = re.compile(r'/lockstep/lockstep\.py", line \d+ in _example$', re.MULTILINE)
+_RANK = re.compile(r'(/lockstep/lockstep\.py", line \d+ in _example|/rank\.py", line \d+ in attempt)$', re.MULTILINE)
 _WAITS = re.compile(r'File ".*/lockstep/scheduler\.py", line ')
 
 
@@ -34,9 +35,11 @@ def stacks_path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"stacks_{rank}"
 
 
-def answer_with_stacks(file: Path) -> None:
+def answer_with_stacks(file: Path) -> IO[str]:
     """Once per process: at the signal STACKS, write the stacks of all threads, even while one holds the interpreter."""
-    faulthandler.register(STACKS, file.open("w"), all_threads=True)
+    stacks = file.open("w")
+    faulthandler.register(STACKS, stacks, all_threads=True)
+    return stacks
 
 
 def noted_path(folder: str | Path, rank: int) -> Path:
@@ -59,7 +62,7 @@ def line(written: str) -> str | None:
 
 
 def line_of_running(written: str) -> str | None:
-    """`line`, from the stacks of all threads: of the rank of lockstep that has the turn, else of the main thread.
+    """`line`, from the stacks of all threads: of a rank (on lockstep, that with the turn), else of the main one.
 
     The fault handler writes the main thread last, except that the current thread comes first. A rank without the turn
     waits in the scheduler.

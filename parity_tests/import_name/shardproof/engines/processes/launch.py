@@ -66,16 +66,23 @@ def _watch(agent: int) -> None:
 
 
 def _terminated(*_: object) -> NoReturn:
-    """torchrun ends the ranks of a host after one has died: each reports where it is."""
+    """torchrun ends the ranks of a host after one has died: they report where they are."""
     member = Member.current
-    leave("torchrun ends this job" if member is None else member.last_words())
+    _leave(f"rank {os.environ.get('RANK', '?')}: torchrun ends this job" if member is None else member.last_words())
 
 
 def leave(reason: str) -> NoReturn:
     """Exit at once, even if native code hangs."""
-    sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {reason}\n")
-    sys.stderr.flush()
+    _leave(f"rank {os.environ.get('RANK', '?')}: {reason}")
+
+
+def _leave(sentence: str) -> NoReturn:
+    if sentence:
+        sys.stderr.write(f"shardproof: {sentence}\n")
+        sys.stderr.flush()
     orphans.end()
+    if Member.current is not None:
+        Member.current.leave()
     exits.leave(RANK_FAILED)
 
 

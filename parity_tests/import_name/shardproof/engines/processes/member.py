@@ -11,11 +11,16 @@ import faulthandler
 import gc
 import os
 import pickle
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Collection
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -26,8 +31,9 @@ from shardproof.engines.failure import NotRun
 from shardproof.engines.ledger import line_of_thread
 from shardproof.engines.processes import orphans, server
 from shardproof.engines.processes.rank import Job, Rank, observe, rows_so_far
-from shardproof.engines.processes.root_cause import DIED, DONE, RUNNING, Outcome
+from shardproof.engines.processes.root_cause import DIED, DONE, RUNNING, Outcome, find_root_cause
 from shardproof.engines.processes.status_table import WAITING, StatusTable
+from shardproof.engines.processes.traces import Traces
 
 PIECE = 4 << 20
 ATTEMPT_S = 60.0
@@ -54,6 +60,18 @@ def connect() -> tuple[dist.Store, Channel]:
     connection = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ATTEMPT_S))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store, Channel(dist.PrefixStore(f"shardproof/{attempt}", connection))
+
+
+def _folder_of_host(channel: Channel, rank: int) -> Path | None:
+    """A folder for the traces of the ranks of one host, made by its first rank; None if none can be made or seen."""
+    name = f"folder/{os.environ.get('GROUP_RANK', '0')}"
+    if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        try:
+            channel.put(name, tempfile.mkdtemp(prefix="shardproof_"))
+        except OSError:
+            channel.put(name, "")
+    folder = channel.get(name)
+    return Path(folder) if folder and os.access(folder, os.W_OK) else None
 
 
 class Channel:
@@ -103,6 +121,7 @@ class Channel:
 TICK_S = 0.01
 SHOW_S = 0.2  # between two signs of progress
 COLLECT_S = 0.5  # for the others, after the first failure
+ENDING_S = LOOK_S + 0.5  # for the others, when torchrun ends the job
 ARM_S = 1.0  # between two settings of the alarm
 HELD_S = 12.0  # for which a job may hold the interpreter in native code: longer than a rank may compute
 ANSWER_S = 3.0  # for a rank that was ordered to stop, and for a hanging rank to come free
@@ -118,8 +137,12 @@ class Member:
         orphans.adopt()
         self.rank, self.world, self.number = rank, world, 0
         self.store, self.channel = connect()
-        self._table = StatusTable(None, 1)
-        self._shown: tuple[float, tuple[int, ...]] = (0.0, ())
+        self._folder = _folder_of_host(self.channel, rank)
+        self._table = StatusTable(self._folder and self._folder / "status", world)
+        self._stacks: IO[str] | None = None
+        if self._folder is not None:
+            self._stacks = self._traces(rank).begin()
+        self._shown = (0.0, 0)
         self._moved = 0.0  # when the status table last changed
         self._armed = 0.0  # when the alarm was set
         self._runner: Rank | None = None
@@ -137,7 +160,7 @@ class Member:
         def work() -> None:
             if self._runner is None:
                 store = dist.PrefixStore(f"groups/{generation}", self.store)
-                self._runner = Rank(self._table.slot(0), backend, store, self.rank, self.world, gpu)
+                self._runner = Rank(self._table.slot(self.rank), backend, store, self.rank, self.world, gpu)
             self.outcome = self._runner.run(job, ready=lambda: self.channel.add(f"ready/{number}"))
 
         self._thread = threading.Thread(target=work, name="rank", daemon=True)
@@ -152,10 +175,11 @@ class Member:
             self._arm()
         if now < when + SHOW_S:
             return
-        has_moved = writes != self._table.writes()
+        written = self._table.status(self.rank).writes
+        has_moved = writes != written
         self._moved = now if has_moved else self._moved
         if has_moved or (now - self._moved < compiling.LIMIT_S and compiling.is_compiling(self._thread.ident)):
-            self._shown = now, self._table.writes()
+            self._shown = now, written
             self.channel.add("moves")
 
     def _arm(self) -> None:
@@ -163,7 +187,7 @@ class Member:
 
         While native code of the job holds the interpreter, no thread of Python has a turn.
         """
-        faulthandler.dump_traceback_later(HELD_S, exit=True)
+        faulthandler.dump_traceback_later(HELD_S, exit=True, file=self._stacks or sys.stderr)
         self._armed = time.monotonic()
 
     def disarm(self) -> None:
@@ -173,7 +197,7 @@ class Member:
 
     def seen(self) -> Outcome:
         """The outcome, or the current place of the job."""
-        status = self._table.status(0)
+        status = self._table.status(self.rank)
         is_waiting = status.state == WAITING
         line = None if is_waiting else line_of_thread(self._thread.ident)
         where = Outcome(
@@ -182,16 +206,64 @@ class Member:
         return self.outcome or where
 
     def last_words(self) -> str:
-        """A sentence on this rank's place when torchrun ends the job, as it does after a rank of its host has died."""
-        reason = "torchrun ends this job"
+        """What this rank says when torchrun ends the job, as it does after a rank of its host has died.
+
+        The first rank that is left on the host says for all how that one died; the others say nothing.
+        """
+        mine = self.seen()
         with contextlib.suppress(dist.DistError):
-            self.channel.add(f"ending/{self.rank}")
-            if self.rank == 0:
-                time.sleep(COLLECT_S)
-                silent = [str(rank) for rank in range(self.world) if not self.channel.count(f"ending/{rank}")]
-                reason += f"; of rank {', '.join(silent)} there is no answer" if silent else ""
+            self.channel.put(f"ending/{self.rank}", mine)
+            died = self._died()
+            if died and not self._is_first():
+                return ""
+            answers = {self.rank: mine} | self._endings(died)
+            failure = find_root_cause([(answers | died)[rank] for rank in sorted(answers | died)], None)
+            if died and failure is not None:
+                return str(failure)
         has_failed = self.outcome is not None and self.outcome.kind != DONE
-        return f"{reason}; {self.seen()}" if has_failed or self._thread.is_alive() else reason
+        where = f"; {mine}" if has_failed or self._thread.is_alive() else ""
+        return f"rank {self.rank}: torchrun ends this job{where}"
+
+    def _endings(self, died: Collection[int]) -> dict[int, Outcome]:
+        """What the other ranks that are left say; one that this takes too long says nothing."""
+        endings: dict[int, Outcome] = {}
+        deadline = time.monotonic() + ENDING_S
+        others = set(range(self.world)) - {self.rank, *died}
+        while others and time.monotonic() < deadline:
+            here = {rank for rank in others if self.channel.has(f"ending/{rank}")}
+            endings |= {rank: self.channel.get(f"ending/{rank}") for rank in here}
+            others -= here
+            time.sleep(TICK_S)
+        return endings
+
+    def _traces(self, rank: int) -> Traces:
+        return Traces(self._folder or "", rank)
+
+    def _of_host(self) -> dict[int, Traces]:
+        """The ranks of this host, but this one, that have begun and have not left by themselves."""
+        traces = {rank: self._traces(rank) for rank in range(self.world) if rank != self.rank and self._folder}
+        return {rank: each for rank, each in traces.items() if each.pid is not None}
+
+    def _is_first(self) -> bool:
+        """Whether no lower rank is left on this host."""
+        return not any(rank < self.rank and traces.is_running for rank, traces in self._of_host().items())
+
+    def _died(self) -> dict[int, Outcome]:
+        return {rank: each.dead(self._table) for rank, each in self._of_host().items() if not each.is_running}
+
+    def _silent(self, rank: int) -> Outcome:
+        """The outcome of a rank that does not answer; of another host, no more is known."""
+        traces = self._of_host().get(rank)
+        if traces is None:
+            return Outcome(rank, DIED, state="it does not answer")
+        return traces.silent(self._table) if traces.is_running else traces.dead(self._table)
+
+    def leave(self) -> None:
+        """This process ends by itself. The first one left on the host removes the traces, which it has told."""
+        if self._folder is not None:
+            self._traces(self.rank).leave()
+            if self._is_first():
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave_groups(self, seconds: float = 0.0) -> bool:
         """Close this rank's groups, which frees ranks that wait for it.
@@ -210,6 +282,7 @@ class Member:
 
     def leave_if_hung(self, status: int) -> None:
         """Exit at once if a thread hangs in native code, because the interpreter would wait for it."""
+        self.leave()
         if not self.leave_groups():
             exits.leave(status)
 
@@ -230,7 +303,7 @@ class Leader(Member):
         self.disarm()
         self.channel.put(f"over/{self.number}", None)
         answers = {0: self.seen()} | self._answers(ANSWER_S)
-        outcomes = [answers.get(r) or Outcome(r, DIED, state="it does not answer") for r in range(self.world)]
+        outcomes = [answers.get(r) or self._silent(r) for r in range(self.world)]
         self._is_broken = any(outcome.kind != DONE for outcome in outcomes)
         if self._is_broken:
             self.leave_groups()

@@ -177,7 +177,7 @@ class Pool:
         setup_key: object = None,
     ) -> RunResult:
         """Run one job; `function` is pickled, with the file to import before it. Its ranks may need the packages."""
-        has_ended = any(self._server.exit_code(pid) is not None for pid in self.pids)
+        has_ended = self._tell_ended()
         # Ranks without state are forked anew if each would have to import a package that the server can import once.
         lacks_packages = setup_key is None and not packages <= self._packages
         if setup_key != self._setup_key or has_ended or lacks_packages:
@@ -198,6 +198,15 @@ class Pool:
         self._last_run = time.monotonic()
         ledger = Ledger(without_creations([row for outcome in outcomes for row in outcome.rows]))
         return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+
+    def _tell_ended(self) -> bool:
+        """Whether a rank has ended since the last run; a line on stderr says how, since no verdict will."""
+        ended = [handle for handle in self._handles if self._server.exit_code(handle.pid) is not None]
+        for handle in ended:
+            assert self._table is not None  # it lives as long as the ranks
+            dead = handle.traces.dead(self._table, self._server.exit_code(handle.pid))
+            print(f"shardproof: between two examples {dead}; all ranks were started again", file=sys.stderr)
+        return bool(ended)
 
     def suspend(self, idle_s: float = 0.0) -> None:
         """Use no CPU time until the next run if the last ended `idle_s` ago; gloo only, NCCL's watchdog forbids it."""

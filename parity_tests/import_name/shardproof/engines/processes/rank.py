@@ -32,9 +32,10 @@ from shardproof.engines.compiling import is_compiling
 from shardproof.engines.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from shardproof.engines.ledger import LedgerRow, line_of_thread, raised_at
 from shardproof.engines.lockstep.world import flattened
-from shardproof.engines.processes import crash, rank_warnings, status_table
+from shardproof.engines.processes import rank_warnings, status_table
 from shardproof.engines.processes.recorder import OfThread, Recorder, observe_waits
 from shardproof.engines.processes.root_cause import DONE, RAISED, Outcome
+from shardproof.engines.processes.traces import Traces
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any limit of the harness
@@ -212,7 +213,7 @@ def _names_in(mesh: DeviceMesh) -> Sequence[str]:
 def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
     error = raised_by_function(raised)
     is_of_group = isinstance(error, AttributeError) and isinstance(error.obj, dist.ProcessGroup)
-    hint = f"; {GROUP_HINT}" if is_of_group else ""  # a group of lockstep raises it with this sentence included
+    hint = f"; {GROUP_HINT}" if is_of_group else _in_c10d(error)  # a group of lockstep includes the sentence itself
     return Outcome(
         rank,
         RAISED,
@@ -228,6 +229,15 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
     )
 
 
+def _in_c10d(error: BaseException) -> str:
+    """` (in send)` of an error that a function of c10d raised, before the backend that the recorder sees."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not codes or codes[-1].co_filename != dist.distributed_c10d.__file__:
+        return ""
+    called = (code.co_name for code in codes if code.co_filename == dist.distributed_c10d.__file__)
+    return f" (in {next(called)})"
+
+
 def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, folder: str) -> None:
     """The main loop of a rank in a pool, with two sockets to the parent.
 
@@ -238,9 +248,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     threading.Thread(target=_answer, args=(Connection(control_fd),), daemon=True).start()
     observe()
     rank_warnings.show_once(str(Path(folder).parent))  # of all pools: a failing case runs again in new pools
-    crash.record(crash.path(folder, rank))
-    crash.answer_with_stacks(crash.stacks_path(folder, rank))
-    exits.install(lambda text: crash.noted_path(folder, rank).write_text(text), raises=False)
+    Traces(folder, rank).begin()
     slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
     store = dist.FileStore(str(Path(folder) / "store"), world)
     member = Rank(slot, backend, store, rank, world, gpu_of(rank, world) if backend == "nccl" else 0)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from shardproof.endings.exits import STACKS
 from shardproof.engines import compiling
 from shardproof.engines.ledger import LedgerRow
-from shardproof.engines.processes import crash
 from shardproof.engines.processes.forks import ForkServer
-from shardproof.engines.processes.root_cause import DIED, DONE, RUNNING, Outcome, find_root_cause
+from shardproof.engines.processes.root_cause import DONE, RUNNING, Outcome, find_root_cause
 from shardproof.engines.processes.status_table import COMPUTING, STARTING, WAITING, StatusTable
+from shardproof.engines.processes.traces import Traces
 
 TICK_S = 0.05
 STALL_S = 1.25  # all ranks wait or are done, and there is no progress
@@ -28,7 +27,6 @@ COLLECT_S = 0.25  # for the others, after the first failure
 ANSWER_S = 0.1  # for a control thread to report its rows
 BUSY_ANSWER_S = 0.5  # beside a thread that computes
 COMPILER_ANSWER_S = 2.0  # beside a thread that traces a function and rarely releases the interpreter
-STACKS_S = 0.2  # for the fault handler of a rank that does not answer
 REAP_S = 0.1  # between a closed socket and the report of how the process ended
 
 
@@ -37,8 +35,7 @@ class RankHandle:
 
     def __init__(self, rank: int, pid: int, work: Connection, control: Connection, folder: str) -> None:
         self.rank, self.pid, self.work, self.control = rank, pid, work, control
-        self.crash_file, self.stacks_file = crash.path(folder, rank), crash.stacks_path(folder, rank)
-        self.noted_file = crash.noted_path(folder, rank)
+        self.traces = Traces(folder, rank, pid)
         self.is_ready = self.is_gone = False
         self.outcome: Outcome | None = None
         self._questions = 0
@@ -62,23 +59,6 @@ class RankHandle:
         except (EOFError, OSError):
             pass  # it has just died; the status table has its last row
         return (), None, False
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped the rank's process."""
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("T")
-        return False
-
-    def line_in_native_code(self) -> str | None:
-        """The line of a rank that cannot answer: it is stopped, or a thread holds the interpreter in native code."""
-        if not self.stacks_file.exists():  # it has not come to the point where it answers
-            return None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, STACKS)
-            os.kill(self.pid, signal.SIGCONT)
-            time.sleep(STACKS_S)
-        return crash.line_of_running(crash.stack(self.stacks_file))
 
     def close(self) -> None:
         self.work.close()
@@ -225,27 +205,13 @@ class Watch:
         return [handle.outcome or self._last_seen(handle) for handle in self._handles]
 
     def _last_seen(self, handle: RankHandle) -> Outcome:
-        status, last_rows = self._table.status(handle.rank), self._table.rows(handle.rank)
+        status = self._table.status(handle.rank)
         if handle.is_gone:
-            code = self._server.exit_code(handle.pid, REAP_S)
-            stack = crash.stack(handle.crash_file)
-            call, _, place = crash.stack(handle.noted_file).partition(" at ")
-            return Outcome(
-                handle.rank,
-                DIED,
-                last_rows,
-                source=place or crash.line(stack),
-                error=f"by {call}" if call else "",
-                trace=stack,
-                state=str(status),
-                is_waiting=status.state == WAITING,
-                exit_code=code,
-            )
+            return handle.traces.dead(self._table, self._server.exit_code(handle.pid, REAP_S))
         if status.state == WAITING:
             return Outcome(handle.rank, RUNNING, handle.seen(ANSWER_S)[0], state=str(status), is_waiting=True)
-        is_stopped = handle.is_stopped
-        rows, line = ((), None) if is_stopped else handle.seen(BUSY_ANSWER_S)
+        rows, line = ((), None) if handle.traces.is_stopped else handle.seen(BUSY_ANSWER_S)
         if line is None:
-            rows, line = rows or last_rows[-1:], handle.line_in_native_code()
-        state = f"is stopped by a signal; it {status.sentence(line)}" if is_stopped else status.sentence(line)
-        return Outcome(handle.rank, RUNNING, rows, state=state, source=line)
+            silent = handle.traces.silent(self._table)
+            return replace(silent, rows=rows or silent.rows)
+        return Outcome(handle.rank, RUNNING, rows, state=status.sentence(line), source=line)

@@ -1,0 +1,76 @@
+"""What a rank leaves for those that outlive it: how its process ended, its last call, and its line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity_tests import warm_python
+from shardproof.engines.ledger import LedgerRow
+from shardproof.engines.processes.root_cause import DIED, RUNNING
+from shardproof.engines.processes.status_table import StatusTable
+from shardproof.engines.processes.traces import Traces
+
+ROW = LedgerRow(1, 0, "all_reduce", (0, 1), "tp", ("float32",), ((3,),), 12, 12, "SUM", source="model.py:7")
+RANK = """
+import ctypes, os, signal, sys, time
+from shardproof.engines.processes.status_table import COMPUTING, StatusTable
+from shardproof.engines.processes.traces import Traces
+from parity_tests.harness.engines.processes.test_traces import ROW
+traces = Traces(sys.argv[1], 1)
+stacks = traces.begin()
+slot = StatusTable(sys.argv[1] + "/status", 2).slot(1)
+slot.issue(ROW)
+slot.enter(COMPUTING)
+"""
+
+ENDS = {
+    "ctypes.string_at(0)": "was killed by SIGSEGV",
+    "os.abort()": "was killed by SIGABRT",
+    "os._exit(0)": "ended without a word by os._exit(0)",
+    "os.kill(os.getpid(), signal.SIGKILL)": "ended without a word",
+}
+
+
+@pytest.mark.parametrize(("code", "how"), ENDS.items())
+def test_a_rank_that_died(tmp_path: Path, code: str, how: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RANK + code)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = warm_python.run(str(script), str(tmp_path), environment=environment, imported=warm_python.TORCH)
+    assert done.stderr == ""
+    traces = Traces(tmp_path, 1)
+    assert traces.pid is not None and not traces.is_running
+    dead = traces.dead(StatusTable(tmp_path / "status", 2))
+    line = len(RANK.splitlines()) + 1
+    at = "" if "SIGKILL" in code else f" at train.py:{line}"
+    assert (dead.kind, dead.rows) == (DIED, (ROW,))
+    last = "all_reduce float32[3] SUM (group tp, #0) at model.py:7"
+    assert str(dead) == f"rank 1 {how}{at}; it was last seen so: computes; its last was {last}"
+
+
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    StatusTable(tmp_path / "status", 2).slot(1).issue(ROW)
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        silent = Traces(tmp_path, 1, pid).silent(StatusTable(tmp_path / "status", 2))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert silent.kind == RUNNING and silent.rows == (ROW,)
+    assert str(silent).startswith("rank 1 is stopped by a signal; it waits in all_reduce float32[3] SUM (group tp, #0)")
+
+
+def test_a_rank_that_has_left_by_itself_did_not_die(tmp_path: Path) -> None:
+    (tmp_path / "process_1").write_text(str(os.getpid()))
+    assert Traces(tmp_path, 1).is_running
+    Traces(tmp_path, 1).leave()
+    assert Traces(tmp_path, 1).pid is None
