@@ -107,11 +107,17 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("not a", "a"),
         ("0", "rank"),
         ("layout.size", "layout.rank"),
+        ("torch.arange(n)", "torch.arange(n) + mesh.rank() * n"),
+        ("torch.arange(len(x))", "torch.arange(len(x)) + view.rank('tp') * len(x)"),
+        ("torch.arange(n)", "view.global_ids('s')"),
+        ("torch.arange(n) + rank * n", "view.global_ids('s')"),
+        ("x.repeat(1, n, 1)", "x.repeat_interleave(n, -2)"),
+        ("x.repeat_interleave(n, 1)", "torch.cat([x] * n, 1)"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):
     kinds = {"a": "tensor of floats, 2", "n": "int", "rank": "int", "x": "tensor of floats, 2", "mesh": "group"}
-    kinds |= {"layout.size": "int", "layout.rank": "int"}
+    kinds |= {"layout.size": "int", "layout.rank": "int", "view": "mesh"}
     node = ast.parse(written, mode="eval").body
-    tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",)))
+    tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",)))
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}

@@ -56,6 +56,7 @@ class Names:
     attributes: Mapping[str, set[str]]
     strings: Mapping[str, set[str]]
     axes: tuple[str, ...]
+    sharded_dims: tuple[str, ...] = ()
 
     def alike(self, name: str) -> list[str]:
         """Other names of the same kind, fields of one object first."""
@@ -68,6 +69,17 @@ class Names:
         named = sorted((name for name, kind in self.kinds.items() if kind in kinds), key=lambda name: "." in name)
         groups = [name for name, kind in self.kinds.items() if kind == "group"]
         return [*named[:MOST_NAMES], *(f"{group}.{call}()" for group in groups[:2] for call in ("rank", "size"))]
+
+    def ranks(self) -> list[str]:
+        """Calls that return the rank in a group, or along an axis of a scheme's mesh."""
+        of_groups = [f"{name}.rank()" for name, kind in self.kinds.items() if kind == "group"]
+        meshes = [name for name, kind in self.kinds.items() if kind == "mesh"]
+        return [*of_groups[:2], *(f"{name}.rank({axis!r})" for name in meshes for axis in self.axes)]
+
+    def positions(self) -> list[str]:
+        """Calls that return the positions that a rank holds of a sharded dim."""
+        meshes = [name for name, kind in self.kinds.items() if kind == "mesh"]
+        return [f"{name}.global_ids({dim!r})" for name in meshes for dim in self.sharded_dims]
 
 
 Alternatives = Iterator[tuple[int, ast.expr]]
@@ -86,6 +98,8 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             yield from ((LIKELY, ast.BinOp(left, other(), right)) for other in OPERATORS.get(type(operator), ()))
             if isinstance(operator, ast.Sub | ast.Div | ast.FloorDiv | ast.Mod | ast.MatMult):
                 yield POSSIBLE, ast.BinOp(right, operator, left)
+            if isinstance(operator, ast.Add) and (_is_count(left) or _is_count(right)):
+                yield from ((LIKELY, _name(each)) for each in names.positions())
         case ast.Compare(left, [operator], [right]):
             yield from (
                 (LIKELY, ast.Compare(left, [other()], [right])) for other in COMPARISONS.get(type(operator), ())
@@ -178,6 +192,12 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
     elif isinstance(node.func, ast.Name):
         for name in FUNCTIONS.get(node.func.id, ()):
             yield LIKELY, ast.Call(ast.Name(name, ast.Load()), node.args, node.keywords)
+    if _is_count(node):  # positions of this rank alone
+        yield from ((LIKELY, _name(each)) for each in names.positions())
+        yield from (
+            (LIKELY, _name(f"{ast.unparse(node)} + {each} * ({ast.unparse(node.args[0])})")) for each in names.ranks()
+        )
+    yield from ((LIKELY, each) for each in _of_repeat(node))
     for place, argument in enumerate(node.args):
         if isinstance(argument, ast.Starred):
             continue
@@ -191,6 +211,29 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         yield LIKELY, ast.Call(node.func, node.args, [*node.keywords[:place], *node.keywords[place + 1 :]])
     if len(node.args) > 1:
         yield POSSIBLE, ast.Call(node.func, node.args[:-1], node.keywords)
+
+
+def _is_count(node: ast.expr) -> bool:
+    """Whether an expression is a call such as `torch.arange(n)`."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr == "arange" and len(node.args) == 1)
+    )
+
+
+def _of_repeat(node: ast.Call) -> Iterator[ast.expr]:
+    """Each element n times in a row for all elements n times over, as of heads that share one of keys; and back."""
+    match node:
+        case ast.Call(ast.Attribute(x, "repeat" | "tile"), args, []):
+            several = [place for place, times in enumerate(args) if ast.unparse(times) != "1"]
+            if len(several) == 1:
+                dim = several[0] - len(args)
+                yield ast.Call(ast.Attribute(x, "repeat_interleave", ast.Load()), [args[dim], ast.Constant(dim)], [])
+        case ast.Call(ast.Attribute(x, "repeat_interleave"), [times, dim], []):
+            yield _name(f"torch.cat([{ast.unparse(x)}] * ({ast.unparse(times)}), {ast.unparse(dim)})")
+        case _:
+            pass
 
 
 def _swapped(node: ast.Call, place: int) -> Iterator[ast.expr]:

@@ -122,7 +122,8 @@ def _by_rank(
     """The edits, those of suspicious lines first, and of the backward if only gradients are wrong; else in no order."""
     kept = caches()
     functions = running_functions(scheme, smallest.case, kept)
-    edits = edits_of(functions, list(report.case.mesh))
+    dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.shardings]
+    edits = edits_of(functions, list(report.case.mesh), list(dict.fromkeys(dim.name for dim in dims if dim.name)))
     Random(0).shuffle(edits)
     only_gradients = all(tensor.ok for tensor in report.tensors if tensor.role == "output")
     of_backward = {code for code, running in functions.items() if running.in_backward}

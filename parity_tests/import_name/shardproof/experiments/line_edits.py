@@ -105,7 +105,7 @@ class LineEdit:
         return f"{base(self.unit.file)}:{self.line} has `{new}`, not `{old}`"
 
 
-def edits_of(functions: Functions, axes: Sequence[str]) -> list[LineEdit]:
+def edits_of(functions: Functions, axes: Sequence[str], sharded_dims: Sequence[str] = ()) -> list[LineEdit]:
     """All edits of the lines that run; `axes` are the mesh's, which may stand for each other."""
     with_code: dict[int, list[FunctionType]] = {}
     for function in existing(FunctionType, {code.co_filename for code in functions}):
@@ -118,7 +118,7 @@ def edits_of(functions: Functions, axes: Sequence[str]) -> list[LineEdit]:
         if definition is not None:
             unit = source.unit(definition, functions, with_code)
             if unit is not None:
-                names = Names(running.kinds, source.attributes, source.strings, tuple(axes))
+                names = Names(running.kinds, source.attributes, source.strings, tuple(axes), tuple(sharded_dims))
                 edits += _of_function(unit, definition, running, names)
     return edits
 

@@ -19,6 +19,7 @@ from shardproof.engines.failure import RankFailure
 from shardproof.engines.ledger import is_plumbing
 from shardproof.engines.lockstep.rank_globals import imports_of
 from shardproof.engines.program import Program, RankResult
+from torch_impl.collectives.mesh import MeshView
 
 INSTALLED = re.compile(r".*/(?:site|dist)-packages/(\w+)")
 
@@ -107,4 +108,4 @@ def _kind(value: Any) -> str:
         return f"tensor of {what}, {value.dim()}"
     if isinstance(value, bool | int | float | slice):
         return type(value).__name__
-    return "group" if isinstance(value, dist.ProcessGroup) else ""
+    return "group" if isinstance(value, dist.ProcessGroup) else "mesh" if isinstance(value, MeshView) else ""
