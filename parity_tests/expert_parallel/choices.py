@@ -33,10 +33,9 @@ def chosen_experts():
     return drawn(_experts, integer=True)
 
 
-def padding(case, shape):
-    """The rows of an input beside `experts` that have no expert."""
-    experts = _experts(inputs.generator(case, "experts"), (*shape[:-1], case.k), case)
-    return ((experts < 0) | (experts >= case.e)).all(-1)
+def padding(case, inputs):
+    """The rows that have no expert."""
+    return ((inputs["experts"] < 0) | (inputs["experts"] >= case.e)).all(-1)
 
 
 def shards(scheme, name, case):

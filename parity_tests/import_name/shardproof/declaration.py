@@ -11,7 +11,7 @@ from shardproof.declare import dim_formulas, discover, from_contract, validation
 from shardproof.declare.case import CaseSpec, SizesAndOptions
 from shardproof.declare.declaration_errors import DeclarationErrors
 from shardproof.declare.declared import Cost, Declared
-from shardproof.declare.draws import Draw, values
+from shardproof.declare.draws import Draw
 from shardproof.declare.failed_declaration import collects
 from shardproof.declare.keywords import rejects_unknown_keywords
 from shardproof.draw import unread_rows
@@ -187,9 +187,7 @@ def scheme(
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
         errors.of(validation.check_promises, roundings, sums, inside, ties, nan_cotangents or {}, results)
         errors.raise_all()
-        unread, draws = unread_rows.bound(
-            nan_cotangents or {}, leaves, {arg.name: user_draws.get(arg.name, values()) for arg in leaves}
-        )
+        unread, draws = unread_rows.bound(nan_cotangents or {}, leaves, user_draws)
         return Scheme(
             name=name,
             fn=fn,

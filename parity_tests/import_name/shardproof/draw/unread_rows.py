@@ -10,7 +10,7 @@ import numpy as np
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declaration_failure import DeclarationFailure, raised_by
-from shardproof.declare.draws import Draw
+from shardproof.declare.draws import Draw, values
 from shardproof.draw import inputs
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class UnreadRows:
 def bound(
     nan_cotangents: Mapping[str, Callable[..., Any]], arguments: tuple[Argument, ...], draws: Mapping[str, Draw]
 ) -> tuple[dict[str, Callable[..., Any]], dict[str, Draw]]:
-    """The functions of `nan_cotangents` and of `values(nan_rows=)` as functions of a case and a shape."""
+    """The functions of `nan_cotangents` and of `values(nan_rows=)`, as functions of a case and a shape; all draws."""
+    draws = {arg.name: draws.get(arg.name, values()) for arg in arguments}
     by_name = {arg.name: arg for arg in arguments}
     # The rows of an input depend on other inputs, which are read without rows of their own.
     plain = {name: replace(draw, nan_rows=None) if isinstance(draw, Draw) else draw for name, draw in draws.items()}
