@@ -11,9 +11,9 @@ import torch.distributed as dist
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, values
 from shardproof.experiments.alternatives import Names, alternatives
-from shardproof.experiments.edited_lines import name_edited_line
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
+from shardproof.experiments.notes import check_notes
 from shardproof.experiments.right_apart import JudgedCase, which_are_right
 from shardproof.experiments.running_lines import running_functions
 from shardproof.verify_one_case import verify_case
@@ -26,7 +26,7 @@ def first_note(function, reference, inputs, outputs, case, label="out", **more):
     declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
     report = verify_case(declaration, declaration.case(**case))
     assert report.verdict == "mismatch", str(report)
-    return str(name_edited_line(declaration, report, [], report.notes)[label][0])
+    return str(check_notes(declaration, report).notes[label][0])
 
 
 def of_the_wrong_neighbour(mesh, x):

@@ -34,6 +34,7 @@ from shardproof.report.report import Report
 
 SEARCH_S = {LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
+MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
 MOST_LINES = 2  # that a note names
 DRAWN = 6  # cases of any mesh and options, in which an edit must be right as well
@@ -45,7 +46,7 @@ def name_edited_line(
 ) -> dict[str, tuple[Note, ...]]:
     """The notes, with the line and its edit before those on numbers and places, if no note names a line or a cause."""
     by_label = dict(notes)
-    if not can_fork() or any(map(_names_a_cause, _first(notes))):
+    if len(failing) < MIN_FAILING or not can_fork() or any(map(_names_a_cause, _first(notes))):
         return by_label
     edits = _edits(scheme, report, failing)
     if not edits:
