@@ -11,10 +11,10 @@ import torch.distributed as dist
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, values
 from shardproof.experiments.alternatives import Names, alternatives
-from shardproof.experiments.edited_lines import name_edited_line
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
-from shardproof.experiments.right_apart import JudgedCase, right_cases
+from shardproof.experiments.notes import check_notes
+from shardproof.experiments.right_apart import JudgedCase, which_are_right
 from shardproof.experiments.running_lines import running_functions
 from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_reduce
@@ -26,7 +26,7 @@ def first_note(function, reference, inputs, outputs, case, label="out", **more):
     declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
     report = verify_case(declaration, declaration.case(**case))
     assert report.verdict == "mismatch", str(report)
-    return str(name_edited_line(declaration, report, [], report.notes)[label][0])
+    return str(check_notes(declaration, report).notes[label][0])
 
 
 def of_the_wrong_neighbour(mesh, x):
@@ -81,12 +81,10 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
     case = declaration.case(tp=2, s=8, d=3)
     edits = edits_of(running_functions(declaration, case), ["tp"])
     judged = [JudgedCase.of(declaration, case)]
-    found = right_cases(declaration, edits, judged, 60.0)
-    assert len(found) == len(edits) and (True,) in found.values()
+    found = which_are_right(declaration, edits, judged, 60.0)
+    assert found
     with_ends = [each for edit in edits for each in (_EndsItsProcess(), edit)]
-    assert right_cases(declaration, with_ends, judged, 60.0) == {
-        2 * place + 1: is_right for place, is_right in found.items()
-    }
+    assert which_are_right(declaration, with_ends, judged, 60.0) == [2 * number + 1 for number in found]
     assert not judged[0].is_right(declaration)  # the function itself is as it was
 
 

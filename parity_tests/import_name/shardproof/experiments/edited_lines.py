@@ -3,8 +3,8 @@
 The mistake may be in the order of two names, a border, a sign or a part that is left out, which the numbers do not
 tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
-drawn cases, or at least in most failing ones, which the note says. An edit that leaves out or exchanges a part is tried
-before one that adds a part, and of lines that rather run in failing cases first.
+drawn cases. An edit that leaves out or exchanges a part is tried before one that adds a part, and of lines that rather
+run in failing cases first.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.existing import caches
 from shardproof.experiments.line_edits import LineEdit, edits_of
-from shardproof.experiments.right_apart import JudgedCase, Unedited, can_fork, right_cases
+from shardproof.experiments.right_apart import JudgedCase, can_fork, which_are_right
 from shardproof.experiments.running_lines import Functions, running_functions
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 
-SEARCH_S = {LIKELY: 4.0, POSSIBLE: 2.0, ADDED: 1.0}  # of computing in each process, for edits of a rank
+SEARCH_S = {LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
-MIN_MENDED, MOSTLY = 3, 0.75  # least number and share of other failing cases that an edit makes right
+MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
 MOST_LINES = 2  # that a note names
 DRAWN = 6  # cases of any mesh and options, in which an edit must be right as well
@@ -46,12 +46,12 @@ def name_edited_line(
 ) -> dict[str, tuple[Note, ...]]:
     """The notes, with the line and its edit before those on numbers and places, if no note names a line or a cause."""
     by_label = dict(notes)
-    if not can_fork() or any(map(_names_a_cause, _first(notes))):
+    if len(failing) < MIN_FAILING or not can_fork() or any(map(_names_a_cause, _first(notes))):
         return by_label
-    edits, but = _edits(scheme, report, failing)
+    edits = _edits(scheme, report, failing)
     if not edits:
         return by_label
-    words = ", or once ".join(edit.words for edit in edits[:MOST_LINES]) + but
+    words = ", or once ".join(edit.words for edit in edits[:MOST_LINES])
     for label, of_tensor in notes.items():
         rest = [note for note in of_tensor if not note.startswith(NO_PATTERN)]
         by_label[label] = (Note(f"{RIGHT_ONCE}{words}", OBSERVED), *rest)
@@ -67,44 +67,22 @@ def _names_a_cause(note: Note) -> bool:
     return note.scope == ACROSS_MESHES or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: "))
 
 
-def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple[list[LineEdit], str]:
-    """The edits of the lowest rank, the smallest of each line, and words for the cases that they leave wrong."""
+def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> list[LineEdit]:
+    """The edits of the lowest rank that are right in all cases, the smallest of each line."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
     judged = _judged(scheme, [smallest.case])
     others = _judged(scheme, _other_cases(scheme, report, [*failing, report], smallest))
     by_rank = _by_rank(scheme, report, smallest, others)
-    for rank, edits in sorted(by_rank.items()) if judged else ():
-        found = right_cases(scheme, edits, judged, SEARCH_S[rank])
-        mending = [edits[number] for number, (is_right,) in found.items() if is_right]
-        proven, words = _proven(scheme, mending, others) if mending else ([], "")
+    for rank, edits in sorted(by_rank.items()) if judged and others else ():
+        mending = _right(scheme, edits, judged, SEARCH_S[rank])
+        proven = sorted(_right(scheme, mending, others, PROOF_S), key=lambda edit: edit.size)
         if proven:
-            smallest_first = sorted(proven, key=lambda edit: edit.size)
-            return list({(e.unit.file, e.line): e for e in reversed(smallest_first)}.values())[::-1], words
-    return [], ""
+            return list({(e.unit.file, e.line): e for e in reversed(proven)}.values())[::-1]
+    return []
 
 
-def _proven(scheme: Declared, mending: Sequence[LineEdit], others: Sequence[JudgedCase]) -> tuple[list[LineEdit], str]:
-    """The edits that are right in all these cases; else those that are right in most of the ones that fail without.
-
-    The second is the words for the cases that the edits leave wrong, as a rare border of the sizes.
-    """
-    before, *after = right_cases(scheme, [Unedited(), *mending], others, PROOF_S).values()
-    right = {edit: cases for edit, cases in zip(mending, after, strict=False)}
-    entirely = [edit for edit, cases in right.items() if all(cases)]
-    if entirely:
-        return entirely, ""
-    counts = {edit: _mended(before, cases) for edit, cases in right.items()}
-    most = max(counts.values(), default=0)
-    failing = before.count(False)
-    if most < MIN_MENDED or most < MOSTLY * failing:
-        return [], ""
-    return [edit for edit, count in counts.items() if count == most], f", in {most + 1} of {failing + 1} failing cases"
-
-
-def _mended(before: Sequence[bool], after: Sequence[bool]) -> int:
-    """How many wrong cases an edit makes right; 0 if it makes a right one wrong."""
-    pairs = list(zip(before, after, strict=True))
-    return 0 if (True, False) in pairs else pairs.count((False, True))
+def _right(scheme: Declared, edits: Sequence[LineEdit], judged: Sequence[JudgedCase], seconds: float) -> list[LineEdit]:
+    return [edits[number] for number in which_are_right(scheme, edits, judged, seconds)] if edits else []
 
 
 def _other_cases(

@@ -58,7 +58,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
 
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
-    the case.
+    the case; for edits of lines the seconds of `edited_lines`.
     """
     if report.failure is not None or not report.notes:
         return report

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -36,7 +36,7 @@ from shardproof.judge.reference import Reference, evaluate, undefined_gradients
 MOST_PROCESSES = 4
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 QUIET_S = 2.0  # for which an edited function may compute between two collectives
-END = "end"
+END, RIGHT = "end", "=right"  # what a process writes
 WALL = 3.0  # at most so many seconds for each second of computing, on a machine that others use as well
 
 
@@ -65,30 +65,20 @@ class JudgedCase:
         return all(tensor.ok for tensor in tensors)
 
 
-class Unedited:
-    """Stands for an edit where the function runs as it is."""
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[bool]:
-        yield True
-
-
 def can_fork() -> bool:
     """Whether a fork of this process can run the ranks of lockstep."""
     return sys.platform.startswith("linux") and not torch.cuda.is_initialized()
 
 
-def right_cases(
-    scheme: Declared, edits: Sequence[Any], judged: Sequence[JudgedCase], seconds: float
-) -> dict[int, tuple[bool, ...]]:
-    """By an edit's number, which cases are right with it, as far as the edits are tried in this time.
+def which_are_right(scheme: Declared, edits: Sequence[Any], judged: Sequence[JudgedCase], seconds: float) -> list[int]:
+    """The numbers of the edits with which all cases are right, as far as they are tried in this time.
 
     Several processes share them, and each may compute for so many seconds. Where an edit ends its process, another goes
     on with the next edit.
     """
     until = time.monotonic() + WALL * seconds
     count = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(edits)))
-    found: dict[int, tuple[bool, ...]] = {}
+    found: list[int] = []
     with selectors.DefaultSelector() as selector:
         for share in range(count):
             _start(selector, range(share, len(edits), count), scheme, edits, judged, seconds)
@@ -101,21 +91,18 @@ def right_cases(
                     continue
                 selector.unregister(worker.pipe)
                 worker.end()
-                found |= worker.found
+                found += worker.found
                 if worker.left:
                     _start(selector, worker.left, scheme, edits, judged, seconds)
         for key in list(selector.get_map().values()):
             key.data.end()
-            found |= key.data.found
-    return dict(sorted(found.items()))
+            found += key.data.found
+    return sorted(found)
 
 
 @dataclass
 class _Worker:
-    """A forked process that tries `share`: it writes `7` before the edit of this number, and `7=10` after it.
-
-    There the first of two cases is right, and the second is not.
-    """
+    """A forked process that tries `share`: it writes `7` before edit 7, and `7=right` after it if it is right."""
 
     process: int
     pipe: int
@@ -123,14 +110,13 @@ class _Worker:
     text: bytes = b""
 
     @property
-    def found(self) -> dict[int, tuple[bool, ...]]:
-        pairs = (word.split("=") for word in self.text.decode().split() if "=" in word)
-        return {int(number): tuple(each == "1" for each in cases) for number, cases in pairs}
+    def found(self) -> list[int]:
+        return [int(word.removesuffix(RIGHT)) for word in self.text.decode().split() if word.endswith(RIGHT)]
 
     @property
     def left(self) -> Sequence[int]:
         """The edits after the one that has ended the process; none if it has come to its end."""
-        words = [word for word in self.text.decode().split() if "=" not in word]
+        words = [word for word in self.text.decode().split() if not word.endswith(RIGHT)]
         if not words or words[-1] == END:
             return ()
         return self.share[self.share.index(int(words[-1])) + 1 :]
@@ -197,5 +183,5 @@ def _tried(
             with edits[number].applied() as is_applied:
                 for cache in kept:
                     cache.cache_clear()
-                right = [is_applied and each.is_right(scheme) for each in judged]
-            os.write(pipe, f"{number}={''.join('01'[each] for each in right)}\n".encode())
+                if is_applied and all(each.is_right(scheme) for each in judged):
+                    os.write(pipe, f"{number}{RIGHT}\n".encode())
