@@ -134,6 +134,11 @@ OF_ANOTHER_TYPE = [
     ),
     ("softmax_top_k", lambda m: ep.softmax_top_k(EXPERTS, 1), "logits is int64; logits must be floating"),
     (
+        "softmax_top_k",
+        lambda m: ep.softmax_top_k(LOGITS, 2, experts=GATES),
+        "experts is float32; ids must be int32 or int64",
+    ),
+    (
         "load_counts",
         lambda m: ep.load_counts(GATES, 8, m["ep"]),
         "experts is float32; it must be integers",

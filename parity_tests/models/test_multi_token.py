@@ -319,7 +319,7 @@ test_rejection = rejected(
         (
             "targets that are no ids",
             targets_of(targets=[IDS.float()]),
-            "models.multi_token_targets: targets[0] is float32; token ids must be int32 or int64",
+            "models.multi_token_targets: targets[0] is float32; ids must be int32 or int64",
             TypeError,
         ),
         (

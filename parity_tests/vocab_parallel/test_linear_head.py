@@ -27,7 +27,7 @@ def function(mesh, hidden=HIDDEN, weight=WEIGHT, target=IDS, chunk_size=2):
 REJECTED = [
     (lambda m: face(m, tp=None), TypeError, f"{FACE}: tp_group is None; {NO_TP}"),
     (lambda m: face(m, cp=1), TypeError, f"{FACE}: cp_group is an int; {NO_CP}"),
-    (lambda m: face(m, target=IDS.bool()), TypeError, f"{FACE}: target is bool; token ids must be int32 or int64"),
+    (lambda m: face(m, target=IDS.bool()), TypeError, f"{FACE}: target is bool; ids must be int32 or int64"),
     (
         lambda m: face(m, hidden=HIDDEN.long()),
         TypeError,

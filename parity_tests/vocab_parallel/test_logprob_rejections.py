@@ -41,11 +41,11 @@ TYPE_ERRORS = [
     (lambda g: vp._compute_distributed_softmax(LOGITS, None), f"vocab_parallel.softmax: group is None; {HINT}"),
     (
         lambda g: face(g, target=TARGET.float()),
-        "vocab_parallel.logprob: target is float32; token ids must be int32 or int64",
+        "vocab_parallel.logprob: target is float32; ids must be int32 or int64",
     ),
     (
         lambda g: plain(g, target=TARGET.bool()),
-        "vocab_parallel.DistributedLogprob: target is bool; token ids must be int32 or int64",
+        "vocab_parallel.DistributedLogprob: target is bool; ids must be int32 or int64",
     ),
     (
         lambda g: face(g, logits=LOGITS.long()),

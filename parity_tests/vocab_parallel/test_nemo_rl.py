@@ -100,3 +100,19 @@ test_a_temperature_of_zero_is_rejected = rejected(
         for value in (0.0, -1.0)
     ],
 )
+
+test_a_fill_is_rejected_under_its_own_name = rejected(
+    {"cp": 2},
+    [
+        (
+            f"fill {fill}",
+            lambda mesh, fill=fill: nemo_rl.cp_shift_next(torch.zeros(1, 2, dtype=torch.uint8), mesh["cp"], fill=fill),
+            f"vocab_parallel.cp_shift_next: fill={fill!r} {problem}",
+            kind,
+        )
+        for fill, problem, kind in (
+            (-100, "is not a value of uint8", ValueError),
+            ("x", "is a str; pass a number", TypeError),
+        )
+    ],
+)

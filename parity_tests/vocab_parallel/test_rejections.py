@@ -128,7 +128,7 @@ REJECTED = [
     (
         TypeError,
         lambda m: gather(m["tp"], ids=IDS.float()),
-        f"{GATHER}: global_indices is float32; token ids must be int32 or int64",
+        f"{GATHER}: global_indices is float32; ids must be int32 or int64",
     ),
     (
         TypeError,
@@ -153,7 +153,7 @@ REJECTED = [
     (
         TypeError,
         lambda m: logits_at(None, ids=IDS.bool()),
-        f"{AT}: global_indices is bool; token ids must be int32 or int64",
+        f"{AT}: global_indices is bool; ids must be int32 or int64",
     ),
     (
         TypeError,
@@ -168,7 +168,7 @@ REJECTED = [
     (
         TypeError,
         lambda m: distillation(ids=IDS.double()),
-        f"{DISTILLATION}: teacher_topk_indices is float64; token ids must be int32 or int64",
+        f"{DISTILLATION}: teacher_topk_indices is float64; ids must be int32 or int64",
     ),
     # E5: chunks
     (ValueError, lambda m: gather(m["tp"], chunk_size=0), f"{GATHER}: chunk_size=0 {BLOCKS}"),

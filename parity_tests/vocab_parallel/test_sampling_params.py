@@ -33,7 +33,7 @@ TYPE_ERRORS = [
     (lambda g: plain(None), f"{PLAIN}: tp_group is None; {HINT}"),
     (lambda g: plain("tp"), f"{PLAIN}: tp_group is a str; {HINT}"),
     (lambda g: chunked(None), f"{CHUNKED}: tp_group is None; {HINT}"),
-    (lambda g: plain(g, target=TARGET.float()), f"{PLAIN}: target is float32; token ids must be int32 or int64"),
+    (lambda g: plain(g, target=TARGET.float()), f"{PLAIN}: target is float32; ids must be int32 or int64"),
     (lambda g: plain(g, logits=LOGITS.int()), f"{PLAIN}: vocab_parallel_logits is int32; logits must be floating"),
     (lambda g: plain(g, top_k=2.0), f"{PLAIN}: top_k=2.0 must be an integer (None turns it off)"),
     (lambda g: chunked(g, top_k=True), f"{CHUNKED}: top_k=True must be an integer (None turns it off)"),

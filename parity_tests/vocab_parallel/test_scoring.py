@@ -47,7 +47,7 @@ REJECTED = [
     (
         lambda m: plain(m, target=IDS.float()),
         TypeError,
-        f"{PREFIX}: target is float32; token ids must be int32 or int64",
+        f"{PREFIX}: target is float32; ids must be int32 or int64",
     ),
     (
         lambda m: plain(m, logits=LOCAL.int()),

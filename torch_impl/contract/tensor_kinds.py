@@ -69,7 +69,7 @@ _DTYPES = {
     "any": (_any_dtype, ""),
     "number": (_any_dtype, ""),
     "floating": (_is_floating, "must be floating"),
-    "ids": (_is_id, "token ids must be int32 or int64"),
+    "ids": (_is_id, "ids must be int32 or int64"),
     "integer": (_is_integer, "must be integers"),
     "bool": (_is_bool, "must be bool"),
 }
@@ -108,7 +108,7 @@ class TensorKind:
             return TypeProblem(f"{name} is a DTensor; pass {name}.to_local()")
         accepts, rule = _DTYPES[self.dtypes]
         if not accepts(value.dtype):
-            subject = "" if rule.startswith("token") else "logits " if "logits" in name else "it "
+            subject = "" if self.dtypes == "ids" else "logits " if "logits" in name else "it "
             return TypeProblem(f"{name} is {dtype_name(value)}; {subject}{rule}")
         if self.dtypes != "any" and value.dtype in _WITHOUT_ARITHMETIC:
             return TypeProblem(f"{name} is {dtype_name(value)}, for which torch has few operations; convert it")

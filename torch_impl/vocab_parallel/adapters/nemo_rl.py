@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch_impl import vocab_parallel as ours
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Positive, Sharded, ShardedAny, ShardedIds, contract
+from torch_impl.vocab_parallel.contiguous_sequence import fill_of
 
 
 @contract
@@ -87,7 +88,7 @@ def cp_shift_next(
     Cost:   as `torch_impl.vocab_parallel.cp_shift_next`.
     Errors: as there.
     """
-    return ours.cp_shift_next(x, cp_group, 1, fill)
+    return ours.cp_shift_next(x, cp_group, 1, fill_of(x, fill, "fill"))
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

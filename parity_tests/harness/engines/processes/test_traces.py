@@ -31,7 +31,7 @@ slot.enter(COMPUTING)
 ENDS = {
     "ctypes.string_at(0)": "was killed by SIGSEGV",
     "os.abort()": "was killed by SIGABRT",
-    "os._exit(0)": "ended without a word by os._exit(0)",
+    "os._exit(0)": "left by os._exit(0)",
     "os.kill(os.getpid(), signal.SIGKILL)": "ended without a word",
 }
 

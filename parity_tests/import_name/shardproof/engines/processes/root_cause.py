@@ -60,8 +60,9 @@ class Outcome:
             return of_returned(self.rank, self.rows, awaited)
         last = f" in {self.last}" if self.last else ""
         at = f" at {self.source}" if self.source else ""
+        how = "left" if self.exit_code is None and self.error else ending(self.exit_code)
         what = {
-            DIED: f"{ending(self.exit_code)}{self.error and ' '}{self.error}{at}; it was last seen so: {self.state}",
+            DIED: f"{how}{self.error and ' '}{self.error}{at}; it was last seen so: {self.state}",
             RUNNING: self.state,
         }.get(self.kind)
         if what is None:
