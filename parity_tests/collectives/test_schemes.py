@@ -131,6 +131,19 @@ def gather_to_replicated(mesh, x):
 
 
 @scheme(
+    reference=lambda x: x.reshape(-1),
+    mesh=WORLDS,
+    inputs={"x": "a b/tp"},
+    outputs="r tp=I",
+    dims={"r": "a*b"},
+    cost=gather_cost(False, even_piece),
+)
+def gather_that_is_flattened(mesh, x):
+    """What is gathered along any dim has no gaps, so that a caller may view it."""
+    return c.all_gather(x, mesh["tp"], out="I", dim=1).view(-1)
+
+
+@scheme(
     reference=meanings.identity_beside,
     mesh=WORLDS,
     contract=c.all_gather,
@@ -341,6 +354,7 @@ SCHEMES = (
     maximum,
     gather_to_replicated,
     uneven_gather_to_replicated,
+    gather_that_is_flattened,
     uneven_gather_to_invariant,
     scatter,
     uneven_scatter,

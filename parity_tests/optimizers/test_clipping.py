@@ -90,6 +90,19 @@ def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type, error_if_nonf
     return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 
+@scheme(
+    **declared(
+        {"dp": (1, 2, 3), "tp": (1, 2)},
+        {"both": "a/dp b/tp", "replicated": "o dp=I tp=I"},
+        {"a": (6,), "b": (2,), "o": (2,)},
+    )
+)
+def clipped_over_two_axes(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
+    """No parameter is sharded over tp alone."""
+    parameters = {name: parameter(x, mesh.device_mesh, DENSE[name]) for name, x in gradients.items()}
+    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
+
+
 # Experts on a mesh of their own
 
 
@@ -151,7 +164,8 @@ def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinit
     sharded = {id(parameters["columns"])}
     sharding = {"sharding_groups": lambda each: (mesh["tp"],) if id(each) in sharded else ()}
     twice = [*parameters.values(), parameters["replicated"]]  # as a weight under two names
-    return clipped_by(parameters, twice, max_norm, norm_type, error_if_nonfinite, **sharding)
+    both = {"uncounted": parameters["columns"]}  # counted and clipped once
+    return clipped_by(parameters, twice, max_norm, norm_type, error_if_nonfinite, **both, **sharding)
 
 
 UNLIKE = {"rows": "e/tp:ragged d", "wide": "g/tp:ragged", "replicated": "d tp=I"}
@@ -160,18 +174,23 @@ FINITE = dict.fromkeys((f"gradients.{name}" for name in UNLIKE), values("normal"
 
 @scheme(**{**declared({"tp": (1, 2, 3, 4)}, UNLIKE, {}), "draw": FINITE})
 def clipped_unlike_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
-    """Shards of unlike lengths, some of them empty; of two dtypes; a rank whose shard is all zeros has no gradient."""
+    """Shards of unlike lengths, some of them empty; of two dtypes, the narrowest first, without a gradient.
+
+    A rank whose shard is zeros has no gradient.
+    """
     parameters = {name: parameter(x.double() if name == "wide" else x) for name, x in gradients.items()}
     sharded = [parameters["rows"], parameters["wide"]]
     for each in sharded:
-        each.grad = each.grad if each.grad.any() else None
+        each.grad = each.grad if each.grad.any() or not each.grad.numel() else None
     of_shards = {id(each) for each in sharded}
     sharding = {"sharding_groups": lambda each: (mesh["tp"],) if id(each) in of_shards else ()}
-    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite, **sharding)
+    counted = [nn.Parameter(torch.zeros(2)), *parameters.values()]
+    return clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, **sharding)
 
 
 SCHEMES = (
     clipped_over_fsdp_and_tp,
+    clipped_over_two_axes,
     clipped_with_experts,
     clipped_over_stages,
     clipped_plain_shards,

@@ -175,6 +175,7 @@ def zero1_of_two_dtypes(mesh, weights, gradients, stored):
             each.grad = None if name in UNDECAYED else laid_out(gradients[name].to(dtypes[name]).clone())
         zero.reduce_gradients()
         zero.step()
+    zero.step()  # no gradients are left, so it moves nothing
     return {f"weights_{name}": each.detach().to(weights[name].dtype) for name, each in parameters.items()}
 
 

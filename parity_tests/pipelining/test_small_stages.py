@@ -8,7 +8,7 @@ import torch
 from jax_ref.pipelining import reference
 from parity_tests.pipelining import tied_decoder
 from parity_tests.pipelining.sharded_decoder import NAMES as DECODER_NAMES
-from parity_tests.pipelining.tied_decoder import LAYERS, TIES
+from parity_tests.pipelining.tied_decoder import LAYERS, RATE, SHARED_LAYERS, TIES
 from parity_tests.pipelining.written_orders import fill_and_drain, with_late_messages
 from shardproof import CaseSpec, scheme, token_below, values
 from shardproof.engines.engines import run
@@ -28,20 +28,32 @@ def loss(token, target, embedding, layers, norm, head):
     return (((x * norm[None, None]) @ head.T - target) ** 2).sum() / 2
 
 
-def of_tied(token, target, table, layers, norm, tie):
-    """Both copies have one gradient; a tie between layers has that of both layers."""
+def of_tied(token, target, table, layers, norm, tie, steps):
+    """Both copies have one gradient; a tie between layers has that of both layers. Each step moves the weights."""
+    one, other = SHARED_LAYERS
 
-    def of_leaves(embedding, head, layers):
+    def of_leaves(embedding, head, layers, norm):
         return loss(token, target, embedding, layers, norm, head)
 
-    shared = layers.at[-1].set(layers[0]) if tie == "two" else layers
-    value, (of_first, of_second, of_layers) = jax.value_and_grad(of_leaves, (0, 1, 2))(table, table, shared)
-    if tie == "absent":
-        of_second = jnp.zeros_like(of_second)
-    both = jnp.zeros_like(table) if tie == "frozen" else of_first + of_second
-    if tie == "two":
-        of_ends = of_layers[0] + of_layers[-1]
-        of_layers = of_layers.at[0].set(of_ends).at[-1].set(of_ends)
+    def of_step(table, layers, norm):
+        value, (of_first, of_second, of_layers, of_norm) = jax.value_and_grad(of_leaves, (0, 1, 2, 3))(
+            table, table, layers, norm
+        )
+        if tie == "absent":
+            of_second = jnp.zeros_like(of_second)
+        both = jnp.zeros_like(table) if tie == "frozen" else of_first + of_second
+        if tie == "two":
+            of_layers = of_layers.at[jnp.array(SHARED_LAYERS)].set(of_layers[one] + of_layers[other])
+        return value, (both, of_layers, of_norm)
+
+    weights = table, layers.at[other].set(layers[one]) if tie == "two" else layers, norm
+    sums, value = tuple(map(jnp.zeros_like, weights)), 0.0
+    for _ in range(steps):  # gradients are added, and all that is added so far moves the weights
+        of_this, gradients = of_step(*weights)
+        sums = tuple(map(jnp.add, sums, gradients))
+        weights = tuple(weight - RATE * each for weight, each in zip(weights, sums, strict=True))
+        value = value + of_this / steps
+    both, of_layers, _ = (each / (len(token) * steps) for each in sums)
     distinct = table.size + norm.size + layers.size - (layers[0].size if tie == "two" else 0)
     zero = jnp.zeros((), table.dtype)
     return {
@@ -60,14 +72,14 @@ def of_tied(token, target, table, layers, norm, tie):
     dims={"b": (4,), "s": (3,), "v": (5,), "d": (3,), "d2": "d", "l": (LAYERS,)},
     draw={"token": token_below("v"), **dict.fromkeys(FLOATS, values("normal"))},
     nograd=FLOATS,
-    options={"tie": TIES},
+    options={"tie": TIES, "steps": (2, 1)},
     rank_options={"name": LOOPED},
     dtypes=("float64", "float32"),
     reduction=("b", "s", "v", "d"),
     roundings=40,
 )  # fmt: skip
-def ties_in_stages(mesh, token, target, table, layers, norm, tie, name):
-    outputs = tied_decoder.tied_gradients(mesh, tie, name, token, target, table, layers, norm)
+def ties_in_stages(mesh, token, target, table, layers, norm, tie, steps, name):
+    outputs = tied_decoder.tied_gradients(mesh, tie, steps, name, token, target, table, layers, norm)
     return dict(zip(("loss", "first", "second", "of_layers", "count", "astray"), outputs, strict=True))
 
 

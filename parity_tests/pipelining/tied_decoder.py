@@ -9,7 +9,9 @@ from torch_impl.pipelining.shapes import _precompute_stage_shapes, reset_pp_stag
 from torch_impl.pipelining.split import split_model_into_stages
 from torch_impl.pipelining.tied_weights import distinct_parameters
 
-STEPS, LAYERS = 2, 8
+RATE = 0.1
+LAYERS = 12  # as numbers of one digit and of two
+SHARED_LAYERS = (1, 10)
 TIES = ("one", "frozen", "absent", "transposed", "two")
 
 
@@ -31,7 +33,8 @@ def tied(tie, table, layers, norm):
         model.embed_tokens.weight = shared
     model.lm_head.weight = shared
     if tie == "two":
-        model.layers[-1].weight = model.layers[0].weight
+        one, other = SHARED_LAYERS
+        model.layers[other].weight = model.layers[one].weight
     shared.requires_grad_(tie != "frozen")
     return model
 
@@ -48,23 +51,31 @@ def in_stages(mesh, model, schedule, **options):
     return stages
 
 
-def stepped(schedule, stages, token, target):
-    """The losses of a step on the rank of the last stage."""
+def stepped(schedule, stages, token, target, step=None):
+    """The losses of a step on the rank of the last stage; `step` is the schedule's own, or its evaluation."""
     local, losses = {stage.stage_index for stage in stages}, []
     last = {"target": target, "losses": losses} if stages[0].num_stages - 1 in local else {}
-    schedule.step(*([token] if 0 in local else []), **last)
+    (step or schedule.step)(*([token] if 0 in local else []), **last)
     return losses
 
 
-def tied_gradients(mesh, tie, name, token, target, table, layers, norm):
-    """The loss, the gradients of both copies and of the layers after two steps, and what is not as it should be."""
+def tied_gradients(mesh, tie, steps, name, token, target, table, layers, norm):
+    """The loss, the gradients of both copies and of the layers after some steps, and what is not as it should be.
+
+    An evaluation comes first and leaves no gradient; after each step every stage moves its own parameters.
+    """
     stages = in_stages(mesh, tied(tie, table, layers, norm), name)
     schedule = build_pipeline_schedule(None, name, 1, len(token), stages, loss_of)
     loss = table.new_zeros(())
-    for _ in range(STEPS):
+    if name == "GPipe":  # torch does not evaluate by the others over every number of ranks
+        stepped(schedule, stages, token, target, schedule.eval)
+    astray = sum(p.grad is not None for s in stages for p in s.submod.parameters())
+    for _ in range(steps):
         loss = loss + sum(stepped(schedule, stages, token, target), table.new_zeros(())).detach()
-    astray = sum(not p.requires_grad and p.grad is not None for s in stages for p in s.submod.parameters())
-    scale_grads_by_divisor(stages, STEPS)
+        parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+        torch.optim.SGD(dict.fromkeys(parameters), lr=RATE).step()
+    astray += sum(not p.requires_grad and p.grad is not None for s in stages for p in s.submod.parameters())
+    scale_grads_by_divisor(stages, len(token) * steps)
     first, second, of_layers = torch.zeros_like(table), torch.zeros_like(table), torch.zeros_like(layers)
     for stage in stages:
         if stage.is_first and stage.submod.embed_tokens.weight.grad is not None:
@@ -74,7 +85,7 @@ def tied_gradients(mesh, tie, name, token, target, table, layers, norm):
         for number, layer in stage.submod.layers.items():
             of_layers[int(number)] += layer.weight.grad
     count = sum(p.numel() for p in distinct_parameters(stages).values())
-    return loss / STEPS, first, second, of_layers, table.new_tensor(float(count)), table.new_tensor(float(astray))
+    return loss / steps, first, second, of_layers, table.new_tensor(float(count)), table.new_tensor(float(astray))
 
 
 def told_again(mesh, name, token, target, values):

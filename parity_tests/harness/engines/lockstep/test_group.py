@@ -31,6 +31,21 @@ def test_an_early_read_sees_poison(dtype):
     assert lockstep.run(body, CASE).results == ((True, True),) * 2
 
 
+@pytest.mark.parametrize("async_op", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int32))
+def test_a_reduce_leaves_the_tensors_of_other_ranks_undefined(dtype, async_op):
+    def body(mesh: Any, case: CaseSpec) -> torch.Tensor:
+        x = torch.ones(3, dtype=dtype)
+        work = dist.reduce(x, group=mesh["tp"], group_dst=1, async_op=async_op)
+        if work is not None:
+            work.wait()
+        return x
+
+    other, root = lockstep.run(body, CASE).results
+    assert root.tolist() == [2] * 3
+    assert bool((other.isnan() if dtype.is_floating_point else other == torch.iinfo(dtype).min).all())
+
+
 def test_a_second_wait_does_nothing():
     def body(mesh: Any, case: CaseSpec) -> float:
         x = torch.ones(1)

@@ -51,7 +51,13 @@ class CommunicationCall:
                 output.data.fill_(_poison(output.dtype))
 
     def write(self) -> None:
-        """Put the results into the outputs: one each, or several joined in one."""
+        """Put the results into the outputs: one each, or several joined in one.
+
+        Of a reduce, the tensors of all ranks but the root hold poison: torch leaves them undefined.
+        """
+        if self.row.op == "reduce" and not self.outputs:
+            for source in self.sources:
+                source.data.fill_(_poison(source.dtype))
         if not self.outputs:
             return
         span = len(self.results) // len(self.outputs)
