@@ -48,9 +48,7 @@ def test_a_norm_whose_input_is_cast_twice():
     declared = dict(reference=reference, mesh={"tp": (2,)}, inputs={"x": "b/tp d"}, outputs="b/tp d")
     more = dict(dims={"d": (1,)}, draw={"x": values("normal")}, dtypes=("bfloat16",))
     report = scheme(**declared, **more)(norm).verify(tp=2, b=4)
-    assert report.notes["d/d x"][0] == (
-        "within what 2 roundings to bfloat16 may do: declare roundings=2 if they are meant"
-    )
+    assert report.notes["d/d x"] == ("forward equal, gradient not",)  # no dtype is wider, and 0 is near enough to it
     assert scheme(**declared, **more, roundings=2)(norm).verify(tp=2, b=4).ok
 
 

@@ -103,6 +103,8 @@ def _zero(evidence: Evidence) -> Note | None:
     is_none_throughout = misses_gradient.any() and np.array_equal(misses_gradient, evidence.want != 0.0)
     if evidence.got.any() or is_none_throughout:  # None has its own clue, `missing_gradient`
         return None
+    if any(extra_roundings(evidence)):  # terms that cancel: the result is as near to zero as rounding comes
+        return None
     zero = f"{evidence.role} is zero"
     return Note(
         f"{zero}: {_MEANING_OF_ZERO[evidence.role]}{evidence.caveat if evidence.got.size == 1 else ''}",
