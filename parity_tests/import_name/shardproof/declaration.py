@@ -187,7 +187,6 @@ def scheme(
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
         errors.of(validation.check_promises, roundings, sums, inside, ties, nan_cotangents or {}, results)
         errors.raise_all()
-        unread, draws = unread_rows.bound(nan_cotangents or {}, leaves, user_draws)
         return Scheme(
             name=name,
             fn=fn,
@@ -196,7 +195,7 @@ def scheme(
             inputs=leaves,
             outputs=results,
             output_form="dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple",
-            draws=draws,
+            **unread_rows.bound(nan_cotangents or {}, leaves, user_draws),
             dims={**dim_formulas.groups((*leaves, *results)), **(dims or {})},
             layouts=custom,
             options=choices[0],
@@ -217,7 +216,6 @@ def scheme(
             assume=assume,
             isolate=tuple(isolate),
             excluded_conditions=excluded,
-            nan_cotangents=unread,
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,16 +56,11 @@ def test_a_rank_that_died(tmp_path: Path, code: str, how: str) -> None:
 
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     StatusTable(tmp_path / "status", 2).slot(1).issue(ROW)
-    pid = os.fork()
-    if pid == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
-    try:
-        os.waitpid(pid, os.WUNTRACED)
-        silent = Traces(tmp_path, 1, pid).silent(StatusTable(tmp_path / "status", 2))
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        silent = Traces(tmp_path, 1, process.pid).silent(StatusTable(tmp_path / "status", 2))
+        process.kill()
     assert silent.kind == RUNNING and silent.rows == (ROW,)
     assert str(silent).startswith("rank 1 is stopped by a signal; it waits in all_reduce float32[3] SUM (group tp, #0)")
 

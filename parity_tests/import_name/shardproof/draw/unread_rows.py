@@ -64,8 +64,8 @@ class UnreadRows:
 
 def bound(
     nan_cotangents: Mapping[str, Callable[..., Any]], arguments: tuple[Argument, ...], draws: Mapping[str, Draw]
-) -> tuple[dict[str, Callable[..., Any]], dict[str, Draw]]:
-    """The functions of `nan_cotangents` and of `values(nan_rows=)`, as functions of a case and a shape; all draws."""
+) -> dict[str, Any]:
+    """The fields `draws` and `nan_cotangents` of a scheme, whose rows are functions of a case and a shape."""
     draws = {arg.name: draws.get(arg.name, values()) for arg in arguments}
     by_name = {arg.name: arg for arg in arguments}
     # The rows of an input depend on other inputs, which are read without rows of their own.
@@ -78,7 +78,7 @@ def bound(
     of_outputs = {
         name: UnreadRows(rows, f"nan_cotangents[{name!r}]", by_name, plain) for name, rows in nan_cotangents.items()
     }
-    return of_outputs, {**draws, **with_rows}
+    return {"draws": {**draws, **with_rows}, "nan_cotangents": of_outputs}
 
 
 def check(nan_cotangents: Mapping[str, Callable[..., Any]], outputs: tuple[Argument, ...], case: CaseSpec) -> None:

@@ -27,6 +27,7 @@ from shardproof.experiments.existing import caches
 from shardproof.experiments.line_edits import LineEdit, edits_of
 from shardproof.experiments.right_apart import JudgedCase, can_fork, which_are_right
 from shardproof.experiments.running_lines import Functions, running_functions
+from shardproof.explain.arithmetic import WITHIN_ROUNDING
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
@@ -37,6 +38,7 @@ PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cas
 MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
 MOST_LINES = 2  # that a note names
+THE_SAME = "that line reads so"  # of further tensors
 DRAWN = 6  # cases of any mesh and options, in which an edit must be right as well
 Notes = Mapping[str, tuple[Note, ...]]
 
@@ -55,6 +57,7 @@ def name_edited_line(
     for label, of_tensor in notes.items():
         rest = [note for note in of_tensor if not note.startswith(NO_PATTERN)]
         by_label[label] = (Note(f"{RIGHT_ONCE}{words}", OBSERVED), *rest)
+        words = THE_SAME
     return by_label
 
 
@@ -63,8 +66,8 @@ def _first(notes: Notes) -> Iterable[Note]:
 
 
 def _names_a_cause(note: Note) -> bool:
-    """Whether a note names a line, or a number with a meaning on every mesh."""
-    return note.scope == ACROSS_MESHES or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: "))
+    """Whether a note names a line, a number with a meaning on every mesh, or a rounding that a wider dtype confirms."""
+    return note.scope == ACROSS_MESHES or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING))
 
 
 def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> list[LineEdit]:

@@ -349,10 +349,11 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
             remedy = (
                 "sums='float32' promises none" if evidence.wide_sums else f"declare roundings={count} if they are meant"
             )
-            yield _of_rounding(f"within what {roundings} may do", roundings, f": {remedy}")
+            yield _of_rounding(f"{WITHIN_ROUNDING}{roundings} may do", roundings, f": {remedy}")
             return
 
 
+WITHIN_ROUNDING = "within what "
 SMALL = "a small error: "
 SMALL_ERROR = "an error of rounding"
 
@@ -370,7 +371,7 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
     coarse = evidence.coarse_budgets
     if coarse is not None and replace(evidence, budgets=coarse).wrong_count == 0:
         cause = f"{evidence.coarse_dtype} accumulation"
-        what = f"within what {cause} may do"
+        what = f"{WITHIN_ROUNDING}{cause} may do"
         with np.errstate(over="ignore", invalid="ignore"):
             error = np.abs(evidence.got - evidence.want)[evidence.is_wrong]
             between = np.sqrt(evidence.budgets * coarse)[evidence.is_wrong]
