@@ -9,6 +9,7 @@ from parity_tests.collectives.meanings import uneven
 from parity_tests.collectives.meanings import uneven_lengths as lengths
 from shardproof import Cost, check_cases, integers, scheme
 from torch_impl import collectives as c
+from torch_impl.collectives.plain import sum_in_place
 
 WORLDS = {"tp": (1, 2, 3, 4)}
 
@@ -348,7 +349,34 @@ def shards_around_the_ring_at_once(mesh, x, shift):
     return torch.cat(arriving, 1)
 
 
+def sums_in_place_cost(case):
+    """For each dtype, over each axis one sum; the two tensors have one dtype if the tested one is float64."""
+    pieces = [case.a * case.b * case.accumulator_itemsize, case.a * 8]
+    calls = {"all_reduce": (1 if case.dtype == "float64" else 2, sum(pieces))}
+    return Cost(forward={f"{op}/{axis}": count for axis in ("tp", "dp") for op, count in calls.items()})
+
+
+@scheme(
+    reference=lambda x, y, divisor: (x / divisor, y / divisor),
+    mesh={"tp": (1, 2, 3), "dp": (1, 2)},
+    inputs={"x": "a b tp=P dp=P", "y": "a tp=P dp=P"},
+    outputs=("a b tp=I dp=I", "a tp=I dp=I"),
+    options={"divisor": (1, 3)},
+    nograd=("x", "y"),
+    dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
+    roundings=2,
+    cost=sums_in_place_cost,
+)
+def sums_in_place(mesh, x, y, divisor):
+    """Over two axes, of a tensor that is stored transposed and of one in float64."""
+    tensors = [x.T.clone(memory_format=torch.contiguous_format).T, y.double().clone()]
+    sum_in_place(tensors, [mesh["tp"], mesh["dp"]], divisor)
+    return tensors[0], tensors[1].to(y.dtype)
+
+
 SCHEMES = (
+    sums_in_place,
     sum_to_replicated,
     sum_to_invariant,
     maximum,

@@ -227,7 +227,7 @@ REJECTED = [
     (
         "two rules",
         build({"": "mean", "shared": "sum", "shared.again": "none"}),
-        NEW + "shared.weight and shared.again.weight are one parameter, with the rules sum and none; give them one",
+        NEW + "shared.weight and shared.again.weight are one parameter with the rules sum and none; give it one",
     ),
     (
         "sharded over its copies",

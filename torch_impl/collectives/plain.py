@@ -7,7 +7,7 @@ unchanged and returns a contiguous tensor in new memory; only `all_gather_stack`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -46,6 +46,25 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     total = wide_copy(x)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total.to(x.dtype)
+
+
+def sum_in_place(tensors: Iterable[Tensor], groups: Sequence[ProcessGroup], divisor: int = 1) -> None:
+    """Sum each tensor in place over each of the groups in turn, and divide the sums.
+
+    For each dtype 1 all_reduce of all its tensors over each group, in float32 or wider.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, alike in by_dtype.items():
+        # Sum in one wide buffer, so that the result is rounded once, at the end.
+        total = torch.cat([tensor.flatten() for tensor in alike]).to(accumulator(dtype))
+        for group in groups:
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        if divisor != 1:
+            total /= divisor
+        for tensor, result in zip(alike, total.split([each.numel() for each in alike]), strict=True):
+            tensor.copy_(result.view(tensor.shape))
 
 
 def all_gather_concat(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:

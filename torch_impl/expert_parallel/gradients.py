@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives.plain import sum_in_place
 from torch_impl.contract import Group, Instance, ListOf, contract
 
 Groups = Annotated[
@@ -70,15 +69,9 @@ def sum_gradients(parameters: Parameters, groups: Groups) -> None:
     Cost:   for each dtype 1 all_reduce of all gradients over each group, in float32 or wider, and a copy of them.
     Errors: TypeError if parameters is not a list of tensors or groups is not a list of process groups.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    gradients: list[Tensor] = []
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
-    for dtype, gradients in by_dtype.items():
-        # Sum in one wide buffer, so that the result is rounded once, at the end.
-        total = torch.cat([gradient.detach().flatten() for gradient in gradients]).to(accumulator(dtype))
-        for group in groups:
-            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-        for gradient, summed in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
-            gradient.detach().copy_(summed.view(gradient.shape))
+        gradients.append(parameter.grad.detach())
+    sum_in_place(gradients, groups)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives.plain import sum_in_place
 from torch_impl.contract import Groups, Instance, Module, OneOf, Rejected, TypeProblem, contract
 from torch_impl.optimizers.dtensor_shards import local_tensor
 
@@ -112,20 +112,13 @@ class ReplicaGradients:
         return counts.tolist()
 
     def _reduce(self, parameters: list[nn.Parameter], divisor: int) -> None:
-        """Sum the gradients over all groups and divide them, in one buffer for each dtype."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        """Sum the gradients over all groups and divide them; a missing one is zeros."""
+        gradients: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = local_tensor(parameter.grad.detach())
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for dtype, gradients in by_dtype.items():
-            total = torch.cat([gradient.flatten() for gradient in gradients]).to(accumulator(dtype))
-            for group in self.groups:
-                dist.all_reduce(total, group=group)
-            total /= divisor
-            for gradient, reduced in zip(gradients, total.split([x.numel() for x in gradients]), strict=True):
-                gradient.copy_(reduced.view(gradient.shape))
+            gradients.append(local_tensor(parameter.grad.detach()))
+        sum_in_place(gradients, self.groups, divisor)
 
 
 def _parameters_by_rule(model: nn.Module, rules: Mapping[str, Rule]) -> dict[Rule, list[tuple[str, nn.Parameter]]]:
@@ -133,7 +126,7 @@ def _parameters_by_rule(model: nn.Module, rules: Mapping[str, Rule]) -> dict[Rul
     modules = {name for name, _ in model.named_modules()}
     if unknown := [name for name in rules if name not in modules]:
         raise Rejected(f"rules has {unknown[0]!r}, which is no module of {type(model).__name__}")
-    found: dict[nn.Parameter, tuple[str, Rule]] = {}
+    name_and_rule: dict[nn.Parameter, tuple[str, Rule]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
@@ -141,11 +134,13 @@ def _parameters_by_rule(model: nn.Module, rules: Mapping[str, Rule]) -> dict[Rul
         if not owners:
             raise Rejected(f"rules has none for {name}; add one for its module, or for the model under ''")
         rule = rules[max(owners, key=len)]
-        first, its_rule = found.setdefault(parameter, (name, rule))
-        if its_rule != rule:
-            raise Rejected(f"{first} and {name} are one parameter, with the rules {its_rule} and {rule}; give them one")
+        first, first_rule = name_and_rule.setdefault(parameter, (name, rule))
+        if first_rule != rule:
+            raise Rejected(
+                f"{first} and {name} are one parameter, with the rules {first_rule} and {rule}; give them one"
+            )
     return {
-        kind: [(name, parameter) for parameter, (name, rule) in found.items() if rule == kind]
+        kind: [(name, parameter) for parameter, (name, rule) in name_and_rule.items() if rule == kind]
         for kind in ("sum", "mean")
     }
 
