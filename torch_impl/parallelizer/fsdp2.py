@@ -313,11 +313,10 @@ def _fully_shard_experts(
     """Make each layer's experts a unit over edp, inside their block's unit, which then leaves them out."""
     # Do not cast inputs: gates may be wider than the weights.
     policy = replace(policy, output_dtype=None, cast_forward_inputs=False)
-    *_, last_unit = units(model) or [[]]
-    in_last_unit = {id(inner) for module in last_unit for inner in module.modules()}
+    last_unit = _last_unit(model)
     for module in experts:
         untangle_views(module)
-        frees = id(module) not in in_last_unit if reshard_after_forward is None else reshard_after_forward
+        frees = module not in last_unit if reshard_after_forward is None else reshard_after_forward
         dims = {id(module.get_parameter(leaf)): Shard(dim) for leaf, dim in fsdp_dims(module, mesh.shape[-1]).items()}
         fully_shard(
             module,
@@ -341,9 +340,9 @@ def _fully_shard(
     # `output_dtype` is for the root only: a block that returned it would pass a wide tensor to the next block.
     block_policy, groups = replace(policy, output_dtype=None), units(model)
     own_policy = replace(block_policy, param_dtype=None, cast_forward_inputs=False)
-    in_last_unit = {id(inner) for module in (groups or [[]])[-1] for inner in module.modules()}
+    last_unit = _last_unit(model)
     for group in rarer:
-        frees = id(group[0]) not in in_last_unit if reshard_after_forward is None else reshard_after_forward
+        frees = group[0] not in last_unit if reshard_after_forward is None else reshard_after_forward
         module = group if len(group) > 1 else group[0]
         fully_shard(module, mesh=mesh, mp_policy=own_policy, offload_policy=offload, reshard_after_forward=frees)
     for group in groups:
@@ -353,3 +352,9 @@ def _fully_shard(
         fully_shard(module, mesh=mesh, mp_policy=block_policy, offload_policy=offload, reshard_after_forward=frees)
     frees = True if reshard_after_forward is None else reshard_after_forward
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees)
+
+
+def _last_unit(model: nn.Module) -> set[nn.Module]:
+    """The modules of the last unit, with which the backward begins."""
+    *_, last = units(model) or [[]]
+    return {inner for module in last for inner in module.modules()}

@@ -24,46 +24,48 @@ def units_of_rarer_dtypes(model: nn.Module, apart: Iterable[nn.Module] = ()) -> 
             a module of the other dtype.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    taken = {id(parameter) for module in apart for parameter in module.parameters()}
-    found: list[nn.Module] = []
+    sharded_ids = {id(parameter) for module in apart for parameter in module.parameters()}
+    rarer_modules: list[nn.Module] = []
     for unit in [*units(model), [model]]:
         sizes: Counter[torch.dtype] = Counter()
-        for parameter in _trained(unit, taken):
+        for parameter in _trained(unit, sharded_ids):
             sizes[parameter.dtype] += parameter.numel()
         if len(sizes) > 1:
             usual = max(sizes, key=lambda dtype: sizes[dtype])
-            found += [rarer for module in unit for rarer in _rarer(module, usual, taken, names)]
-        taken |= {id(parameter) for module in unit for parameter in module.parameters()}
-    groups = groups_by_parameters(model, found)
+            rarer_modules += [rarer for module in unit for rarer in _rarer(module, usual, sharded_ids, names)]
+        sharded_ids |= {id(parameter) for module in unit for parameter in module.parameters()}
+    groups = groups_by_parameters(model, rarer_modules)
     grouped = {id(module) for group in groups for module in group}
-    for module in found:
+    for module in rarer_modules:
         if id(module) not in grouped:
             raise ValueError(f"model: {names[id(module)]!r} shares a parameter with a unit of another dtype; cast one")
     return groups
 
 
-def _rarer(module: nn.Module, usual: torch.dtype, taken: Set[int], names: Mapping[int, str]) -> Iterator[nn.Module]:
-    dtypes = {parameter.dtype for parameter in _trained([module], taken)}
+def _rarer(
+    module: nn.Module, usual: torch.dtype, sharded_ids: Set[int], names: Mapping[int, str]
+) -> Iterator[nn.Module]:
+    dtypes = {parameter.dtype for parameter in _trained([module], sharded_ids)}
     if dtypes <= {usual}:
         return
     if usual not in dtypes and len(dtypes) == 1:
         yield module
         return
     for leaf, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad and id(parameter) not in taken and parameter.dtype != usual:
+        if parameter.requires_grad and id(parameter) not in sharded_ids and parameter.dtype != usual:
             where = f"{names[id(module)]}.{leaf}".lstrip(".")
             raise ValueError(
                 f"model: {where!r} is {_name(parameter.dtype)} in a module of {_name(usual)} parameters, and FSDP "
                 "shards one dtype in a unit; put it into a module of its own, or cast it"
             )
     for child in module.children():
-        yield from _rarer(child, usual, taken, names)
+        yield from _rarer(child, usual, sharded_ids, names)
 
 
-def _trained(modules: Sequence[nn.Module], taken: Set[int]) -> list[nn.Parameter]:
-    """The parameters that require a gradient and are not taken, each once."""
+def _trained(modules: Sequence[nn.Module], sharded_ids: Set[int]) -> list[nn.Parameter]:
+    """The parameters that require a gradient and are in no unit yet, each once."""
     parameters = {id(each): each for module in modules for each in module.parameters()}
-    return [each for key, each in parameters.items() if each.requires_grad and key not in taken]
+    return [each for key, each in parameters.items() if each.requires_grad and key not in sharded_ids]
 
 
 def _name(dtype: torch.dtype) -> str:
