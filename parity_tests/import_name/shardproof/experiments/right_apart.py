@@ -8,7 +8,6 @@ starts no JAX.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -28,15 +27,15 @@ from shardproof.endings import exits
 from shardproof.engines.engines import run
 from shardproof.engines.failure import RankFailure
 from shardproof.engines.lockstep import lockstep
+from shardproof.engines.processes import orphans
 from shardproof.engines.program import Program
 from shardproof.experiments.existing import caches
 from shardproof.judge.compare import compare
 from shardproof.judge.reference import Reference, evaluate, undefined_gradients
 
 MOST_PROCESSES = 4
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 QUIET_S = 2.0  # for which an edited function may compute between two collectives
-END, RIGHT = "end", "=right"  # what a process writes
+END, RIGHT = "end", "=right"  # written by a process
 WALL = 3.0  # at most so many seconds for each second of computing, on a machine that others use as well
 
 
@@ -115,7 +114,7 @@ class _Worker:
 
     @property
     def left(self) -> Sequence[int]:
-        """The edits after the one that has ended the process; none if it has come to its end."""
+        """The edits after the one that crashed the process; none if it has finished."""
         words = [word for word in self.text.decode().split() if not word.endswith(RIGHT)]
         if not words or words[-1] == END:
             return ()
@@ -148,17 +147,16 @@ def _start(
 
 
 def _run(parent: int, pipe: int, job: Callable[[], None]) -> NoReturn:
-    """In the forked process: do the job in silence, and end without what a process does after its last line."""
+    """In the forked process: do the job in silence, and end without the interpreter's clean-up."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(nothing, stream)
-            job()
-            os.write(pipe, END.encode())
+        orphans.tie(parent)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        job()
+        os.write(pipe, END.encode())
     finally:
         exits.leave(0)
 
