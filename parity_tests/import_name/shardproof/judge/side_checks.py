@@ -168,14 +168,16 @@ def hygiene(
 
 
 def _second_derivative(case: CaseSpec, results: Sequence[RankResult], tensors: Sequence[TensorComparison]) -> list[str]:
-    """The finding on wrong second derivatives, of one of the groups that run the scheme in a larger world."""
+    """The finding on wrong second derivatives; in a larger world, of the first group of ranks that has one."""
     gradients = [tensor for tensor in tensors if tensor.role == "gradient"]
     budget = sum(float((t.element_budgets * abs(inputs.direction(t.argument, case))).sum()) for t in gradients)
-    places = [coordinates.get(SPARE, 0) for coordinates in inputs.coordinates(case.mesh)]
-    by_group = [[r.second for r, at in zip(results, places, strict=True) if at == group] for group in set(places)]
-    return [sentence for of_group in by_group if (sentence := imbalance(of_group, UNIT_ROUNDOFF[case.dtype], budget))][
-        :1
-    ]
+    terms_of_group: dict[int, list[Any]] = {}
+    for result, coordinates in zip(results, inputs.coordinates(case.mesh), strict=True):
+        terms_of_group.setdefault(coordinates.get(SPARE, 0), []).append(result.second)
+    for terms in terms_of_group.values():
+        if sentence := imbalance(terms, UNIT_ROUNDOFF[case.dtype], budget):
+            return [sentence]
+    return []
 
 
 def _unlike_dtypes(results: Sequence[RankResult]) -> list[str]:
