@@ -102,6 +102,19 @@ OF_LAYER = {
 LEAVES_OF_LAYER = tuple(f"parameters.{part}.{leaf}" for part, leaves in OF_LAYER.items() for leaf in leaves)
 
 
+def moe_of(parameters, placement, k, balance, z):
+    """A `Moe` with these weights and losses of the router."""
+    down = parameters["experts"]["down_proj"]
+    e, d, f = down.shape
+    config = HybridConfig(
+        hidden_size=d, num_experts=e, num_experts_per_tok=k, moe_intermediate_size=f,
+        balance_coefficient=balance, z_coefficient=z,
+    )  # fmt: skip
+    layer = Moe(config, placement, device=down.device, dtype=down.dtype)
+    layer.load_state_dict({f"{part}.{leaf}": x for part, leaves in parameters.items() for leaf, x in leaves.items()})
+    return layer
+
+
 @scheme(
     reference=step_of_layer,
     mesh={"dp": (1, 2), "cp": (1, 2, 3)},
@@ -118,17 +131,11 @@ LEAVES_OF_LAYER = tuple(f"parameters.{part}.{leaf}" for part, leaves in OF_LAYER
 )
 @pytest.mark.cases(20)
 def step_with_router_losses(mesh, x, parameters, k, balance, z):
-    e, d, f = parameters["experts"]["down_proj"].shape
-    config = HybridConfig(
-        hidden_size=d, num_experts=e, num_experts_per_tok=k, moe_intermediate_size=f,
-        balance_coefficient=balance, z_coefficient=z,
-    )  # fmt: skip
-    layer = Moe(config, Placement(mesh["cp"], mesh["cp"]), device=x.device, dtype=x.dtype)
-    layer.load_state_dict({f"{part}.{leaf}": x for part, leaves in parameters.items() for leaf, x in leaves.items()})
+    layer = moe_of(parameters, Placement(mesh["cp"], mesh["cp"]), k, balance, z)
     layer.begin_step(shards=len(x) * mesh.total("b") * mesh.size("cp"), averaged_over=1)
     total = x.new_zeros(())
     for batch in x:
-        loss = layer(batch).square().sum() / (len(x) * mesh.total("b") * mesh.total("s") * d)
+        loss = layer(batch).square().sum() / (len(x) * mesh.total("b") * mesh.total("s") * x.shape[-1])
         loss.backward()
         total = total + loss.detach()
     sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])
@@ -170,18 +177,12 @@ def step_of_packed_layer(x, cu_padded, cu_real, parameters, k, balance, z):
 )
 @pytest.mark.cases(20)
 def step_of_packed_streams(mesh, x, cu_padded: Int[Tensor, "q"], cu_real: Int[Tensor, "q"], parameters, k, balance, z):
-    e, d, f = parameters["experts"]["down_proj"].shape
-    config = HybridConfig(
-        hidden_size=d, num_experts=e, num_experts_per_tok=k, moe_intermediate_size=f,
-        balance_coefficient=balance, z_coefficient=z,
-    )  # fmt: skip
-    layer = Moe(config, Placement(mesh["cp"], mesh["cp"]), device=x.device, dtype=x.dtype)
-    layer.load_state_dict({f"{part}.{leaf}": x for part, leaves in parameters.items() for leaf, x in leaves.items()})
+    layer = moe_of(parameters, Placement(mesh["cp"], mesh["cp"]), k, balance, z)
     layout = TokenLayout.packed(cu_padded, cu_real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     layer.begin_step(shards=mesh.total("b") * mesh.size("cp"), averaged_over=1)
     total = x.new_zeros(())
     for stream in x:
-        loss = layer(stream[None], layout).square().sum() / (mesh.total("b") * mesh.total("t") * d)
+        loss = layer(stream[None], layout).square().sum() / (mesh.total("b") * mesh.total("t") * x.shape[-1])
         loss.backward()
         total = total + loss.detach()
     sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])
