@@ -1,4 +1,4 @@
-"""A second backward, and a backward of the gradient: what is a finding, and what a function need not support."""
+"""A second backward, and a backward of the gradient: the findings, and the functions that need not support them."""
 
 import itertools
 

@@ -16,7 +16,7 @@ RULES = {"": "mean", "router": "sum", "shared": "sum", "frozen": "none"}
 
 
 class Model(nn.Module):
-    """Three modules with a weight, one that shares it, and one that is frozen."""
+    """Three modules with a weight, a module that shares it, and a frozen module."""
 
     def __init__(self, router, shared, norm):
         super().__init__()

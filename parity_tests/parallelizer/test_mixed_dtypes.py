@@ -113,7 +113,7 @@ def mixed_net():
 
 
 def test_a_rarer_dtype_is_a_unit_that_computes_in_it():
-    """Also under a policy that casts the other modules, and whose dtype is not the rarer one's."""
+    """Also under a policy that casts the other modules to a third dtype."""
 
     def body(mesh, case):
         net = fsdp2_strategy_parallelize(mixed_net(), mesh.device_mesh)

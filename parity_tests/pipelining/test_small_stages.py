@@ -29,7 +29,7 @@ def loss(token, target, embedding, layers, norm, head):
 
 
 def of_tied(token, target, table, layers, norm, tie, steps):
-    """Both copies have one gradient; a tie between layers has that of both layers. Each step moves the weights."""
+    """Both copies have the same gradient; a tie between layers adds up both layers. Each step moves the weights."""
     one, other = SHARED_LAYERS
 
     def of_leaves(embedding, head, layers, norm):

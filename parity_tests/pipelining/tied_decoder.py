@@ -60,7 +60,7 @@ def stepped(schedule, stages, token, target, step=None):
 
 
 def tied_gradients(mesh, tie, steps, name, token, target, table, layers, norm):
-    """The loss, the gradients of both copies and of the layers after some steps, and what is not as it should be.
+    """The loss, the gradients of both copies and of the layers after some steps, and the findings.
 
     An evaluation comes first and leaves no gradient; after each step every stage moves its own parameters.
     """

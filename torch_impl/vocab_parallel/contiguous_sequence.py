@@ -95,7 +95,7 @@ def cp_shift_next(
 def fill_of(tensor: Tensor, fill_value: float | int, name: str = "fill_value") -> float | int:
     """`fill_value` as a number that the tensor's dtype represents exactly; torch would wrap or truncate it silently.
 
-    `name` is that of the caller's argument.
+    `name` is the caller's name for it.
     Errors: TypeError unless it is a real number, ValueError if the dtype cannot represent it.
     """
     dtype = tensor.dtype

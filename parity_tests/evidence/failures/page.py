@@ -18,8 +18,8 @@ HEAD = """# What a failure says
 Kinds of failure on the engines of the columns. [Read a failure](how-to/read-a-failure.md) explains the sentences.
 
 A cell is the cause that the sentence begins with. *done*: nothing failed there. *ended*: the process of
-the command ended before it could answer. After the cause stands what the sentence does not name of rank, operation
-and line.
+the command ended before it could answer. The cause is followed by the parts (rank, operation,
+line) that the sentence does not name.
 
 On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
 command with it: its parent, which waits for it, says where the ranks were. Of a wrong return value the rank is all that

@@ -74,8 +74,8 @@ TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
     """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding.
 
-    `lines` are those of the injected text, as `file:number`. The first line that would be right with an edit must be
-    one of them, whatever the edit.
+    `lines` are the lines of the injected text, as `file:number`. The first line that would be right with an
+    edit must be one of them, whatever the edit.
     """
     if lines and note.startswith(RIGHT_ONCE):
         return TRUE if next(iter(NAMED_LINE.findall(note)), "") in lines else FALSE

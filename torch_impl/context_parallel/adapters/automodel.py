@@ -73,8 +73,8 @@ def shard_token_tensor_by_indices(
     dim, index = dim_from_front("seq_dim", seq_dim, tensor), local_indices.to(tensor.device, torch.int64)
     rows = tensor.shape[dim]
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < rows:
-        found = f"{int(index.min())} to {int(index.max())}"
-        raise Rejected(f"local_indices are {found}, but tensor has {rows} positions along dim {seq_dim}")
+        extremes = f"{int(index.min())} to {int(index.max())}"
+        raise Rejected(f"local_indices are {extremes}, but tensor has {rows} positions along dim {seq_dim}")
     return large_tensors.index_select(tensor, index, dim)
 
 
@@ -85,7 +85,7 @@ def gather_token_tensor_by_indices(
     local_indices: ShardedInt[Tensor, "l"],
     seq_dim: int = 1,
 ) -> ShardedAny[Tensor, "..."]:
-    """The full tensor of shards whose rows along `seq_dim` are at the positions `local_indices`. Differentiable.
+    """Gather the full tensor from shards with the positions `local_indices` along `seq_dim`. Differentiable.
 
         "... s/cp:LAYOUT ..."   ->   "... s ... cp=R"
 
@@ -198,8 +198,8 @@ class ContextParallelSharder:
         extra_seq_buffers: SeqDims | None = None,
     ) -> None:
         if (batch is None) == (shard_batch is None):
-            given = "neither batch nor shard_batch" if batch is None else "batch and shard_batch"
-            raise Rejected(f"has {given}; pass the batch to shard, or a function that shards it", TypeError)
+            arguments = "neither batch nor shard_batch" if batch is None else "batch and shard_batch"
+            raise Rejected(f"has {arguments}; pass the batch to shard, or a function that shards it", TypeError)
         self.shard_layout, self.loss_mask, self.padding_token_id = shard_layout, loss_mask, padding_token_id
         self.cp_mesh, self.tp_mesh = _axis(device_mesh, "cp"), _axis(device_mesh, "tp")
         self.shard_batch = shard_batch or partial(_shard_batch, device_mesh, num_chunks, extra_seq_buffers)
@@ -208,11 +208,11 @@ class ContextParallelSharder:
             return
         if invoke_pre_embed and self.cp_mesh is not None and hasattr(model, "prepare_model_inputs_for_cp"):
             prepared = dict(model.prepare_model_inputs_for_cp(batch, num_chunks=num_chunks))
-            own = prepared.pop("cp_sharder", None)
+            sharder = prepared.pop("cp_sharder", None)
             batch.update(prepared)
-            if own is not None:
-                self.shard_batch, self.shard_layout = own.shard_batch, own.shard_layout
-                self.local_token_global_indices = own.local_token_global_indices
+            if sharder is not None:
+                self.shard_batch, self.shard_layout = sharder.shard_batch, sharder.shard_layout
+                self.local_token_global_indices = sharder.local_token_global_indices
 
     def shard(self, batch: dict[str, Any]) -> tuple[ContextFactory, dict[str, Any]]:
         """(factory, batch): inside `with factory():` the tokens of `batch` are sharded. Keeps its layout.
@@ -313,7 +313,7 @@ def shard_batch_load_balanced(
     `cp_mesh` is the mesh of cp alone, `mesh["cp"]`; `tp_mesh` is not read.
 
     Cost:   as `make_cp_batch_and_ctx`.
-    Errors: as there; ValueError for a mesh whose dim is not named cp.
+    Errors: as there; ValueError if the mesh's dim is not named cp.
     """
     if cp_mesh is not None and cp_mesh.mesh_dim_names != ("cp",):
         raise Rejected(f"cp_mesh has the dims {cp_mesh.mesh_dim_names}; pass mesh['cp']")
@@ -339,7 +339,7 @@ def _shard_batch(
     loss_mask: Tensor | None,
     padding_token_id: int,
 ) -> tuple[ContextFactory, dict[str, Any], ShardLayout]:
-    """A `shard_batch`, whose first three arguments the sharder knows."""
+    """A `shard_batch`; the sharder binds its first three arguments."""
     factory, sharded, layout = make_cp_batch_and_ctx(
         device_mesh,
         batch,

@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    """Whether a process runs; False for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -119,7 +119,7 @@ def test_sigterm_ends_a_keeper_and_its_command(tmp_path: Path) -> None:
 
 
 def test_a_killed_keeper_takes_its_command(tmp_path: Path) -> None:
-    """As `subprocess.run` kills it after a timeout; what the command has started is not its parent's any more."""
+    """After a timeout `subprocess.run` kills only the command; its children then have another parent."""
     tree = Tree(tmp_path)
     with subprocess.Popen(kept(tree.command)) as keeper:
         assert tree.is_up()

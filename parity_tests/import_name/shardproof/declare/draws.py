@@ -232,7 +232,7 @@ def values(
     `positive`, `uniform` (in [0, 1)), `sorted`, `probabilities` (along the last dim) and `nan` (a fifth of the numbers)
     are drawn only if named.
     `full_rows` lets a mask cover a full row. `nan_rows(case, inputs)` returns bools over leading dims, True for rows of
-    padding, whose values a function must not read: they are NaN in half of the cases. `inputs` has the other full
+    padding, which a function must not read: their values are NaN in half of the cases. `inputs` has the other full
     inputs by name.
     """
     unknown = [kind for kind in kinds if kind not in (*FLOAT_KINDS, *BY_NAME)]

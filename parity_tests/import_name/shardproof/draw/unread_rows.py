@@ -37,7 +37,7 @@ class DrawnInputs(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True, eq=False)
 class UnreadRows:
-    """A user's `rows(case, inputs)`, called with the inputs of a case; `where` says what declares it.
+    """A user's `rows(case, inputs)`, called with the inputs of a case; `where` names its declaration.
 
     Errors: DeclarationFailure if it raises, or does not return bools over leading dims of the shape.
     """
@@ -65,7 +65,7 @@ class UnreadRows:
 def bound(
     nan_cotangents: Mapping[str, Callable[..., Any]], arguments: tuple[Argument, ...], draws: Mapping[str, Draw]
 ) -> dict[str, Any]:
-    """The fields `draws` and `nan_cotangents` of a scheme, whose rows are functions of a case and a shape."""
+    """The fields `draws` and `nan_cotangents` of a scheme; their rows are functions of a case and a shape."""
     draws = {arg.name: draws.get(arg.name, values()) for arg in arguments}
     by_name = {arg.name: arg for arg in arguments}
     # The rows of an input depend on other inputs, which are read without rows of their own.

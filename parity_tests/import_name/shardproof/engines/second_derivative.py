@@ -17,7 +17,7 @@ from shardproof.declare.declared import Argument
 from shardproof.endings.raised import message_of
 from shardproof.engines.calling import ONCE
 
-# Messages for a function whose gradient cannot be differentiated: torch's, and that of `first_derivative_only`.
+# Messages for a function without a second derivative: torch's, and the message of `first_derivative_only`.
 FIRST_ONLY = (
     *ONCE, "differentiate twice", "cannot be differentiated again", "is not implemented", "does not require grad",
 )  # fmt: skip
@@ -39,9 +39,9 @@ def terms(
     directions: Mapping[str, torch.Tensor],
     counted: Sequence[Collection[str]],
 ) -> SecondDerivative | None:
-    """A rank's terms; None for a function whose gradient cannot be differentiated.
+    """A rank's terms; None if the gradient cannot be differentiated.
 
-    `directions` are v, by input. `counted` names the inputs, and the outputs, whose copy on this rank counts.
+    `directions` are v, by input. `counted` names the inputs and outputs to count on this rank.
     """
     leaves = {name: cotangent.detach().requires_grad_() for name, cotangent in cotangents.items()}
     try:
@@ -71,14 +71,14 @@ def terms(
 
 
 def counted(arguments: Iterable[Argument], coordinates: Mapping[str, int]) -> set[str]:
-    """The tensors whose copy on a rank counts: of the equal copies along an invariant axis, the first."""
+    """The tensors to count on a rank: along an invariant axis, only the first of the equal copies."""
     return {
         arg.name for arg in arguments if all(coordinates[axis] == 0 for axis, letter in arg.spec.types if letter == "I")
     }
 
 
 def imbalance(of_ranks: Sequence[SecondDerivative | None], unit_roundoff: float, budget: float) -> str | None:
-    """The sentence on ranks whose second derivative is wrong; None if it is right, not finite, or not defined.
+    """The sentence on a wrong second derivative; None if it is right, not finite, or not defined.
 
     `budget` is the largest error that rounding may cause in one of the sums, as where the terms of a gradient cancel.
     """

@@ -215,11 +215,11 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
 
 def _is_count(node: ast.expr) -> bool:
     """Whether an expression is a call such as `torch.arange(n)`."""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and (node.func.attr == "arange" and len(node.args) == 1)
-    )
+    match node:
+        case ast.Call(ast.Attribute(attr="arange"), [_]):
+            return True
+        case _:
+            return False
 
 
 def _of_repeat(node: ast.Call) -> Iterator[ast.expr]:

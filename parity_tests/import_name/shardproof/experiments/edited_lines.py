@@ -1,10 +1,10 @@
-"""Name the line whose small edit makes every tensor right, with what it should read.
+"""Name the line that one small edit makes right for every tensor, and the edited line.
 
 The mistake may be in the order of two names, a border, a sign or a part that is left out, which the numbers do not
 tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
-drawn cases. An edit that leaves out or exchanges a part is tried before one that adds a part, and of lines that rather
-run in failing cases first.
+drawn cases. Edits that leave out or exchange a part come before edits that add one, and lines that run in failing
+cases alone come first.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ def name_edited_line(
     if not edits:
         return by_label
     words = ", or once ".join(edit.words for edit in edits[:MOST_LINES])
-    for label, of_tensor in notes.items():
-        rest = [note for note in of_tensor if not note.startswith(NO_PATTERN)]
-        by_label[label] = (Note(f"{RIGHT_ONCE}{words}", OBSERVED), *rest)
-        words = THE_SAME
+    for number, (label, old_notes) in enumerate(notes.items()):
+        named = Note(f"{RIGHT_ONCE}{THE_SAME if number else words}", OBSERVED)
+        by_label[label] = (named, *(note for note in old_notes if not note.startswith(NO_PATTERN)))
     return by_label
 
 
@@ -100,7 +99,7 @@ def _other_cases(
 def _by_rank(
     scheme: Declared, report: Report, smallest: Report, others: Sequence[JudgedCase]
 ) -> dict[int, list[LineEdit]]:
-    """The edits, those of suspicious lines first, and of the backward if only gradients are wrong; else in no order."""
+    """The edits by rank, suspicious lines first, and lines of the backward before them if only gradients are wrong."""
     kept = caches()
     functions = running_functions(scheme, smallest.case, kept)
     dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.shardings]
@@ -121,7 +120,7 @@ def _by_rank(
 def _suspicion(
     scheme: Declared, functions: Functions, others: Sequence[JudgedCase], kept: Sequence[Any]
 ) -> dict[tuple[str, int], float]:
-    """For each line, how much rather it runs in cases that fail than in cases that are right, from 0 to 1."""
+    """For each line, from 0 to 1, how far it runs in failing cases alone."""
     ran: dict[tuple[str, int], list[bool]] = {line: [True] for line in _lines(functions)}
     failing = 1
     for other in others[:SUSPECTED]:

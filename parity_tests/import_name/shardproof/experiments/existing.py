@@ -34,7 +34,7 @@ def existing(kind: type, files: Collection[str]) -> list[Any]:
 
 
 def caches() -> list[Any]:
-    """The `functools` caches of the user's functions, which hide which lines give a result, and what an edit does."""
+    """The `functools` caches of the user's functions; they would hide the lines that run and the effect of an edit."""
     own = {file for module in list(sys.modules.values()) if (file := _file(module)) and _is_own(file)}
     wrappers = existing(functools._lru_cache_wrapper, own)
     codes = ((wrapper, getattr(inspect.unwrap(wrapper), "__code__", None)) for wrapper in wrappers)

@@ -1,4 +1,4 @@
-"""Small edits of one line of Python: what a programmer may have written in place of what is right.
+"""Small edits of one line of Python, each undoing a common slip.
 
 An edit replaces one expression or statement of a function by another that is made of the same parts: an operand or a
 call left out, another comparison, a neighbour of a number, another name of the same kind. Its function is compiled
@@ -37,7 +37,7 @@ class Unit:
     functions: Mapping[int, Sequence[FunctionType]]  # id of a code object -> the functions that have it
 
     def compiled(self) -> CodeType | None:
-        """The code of the function as the tree has it now; None if that is no Python."""
+        """The code of the function in the current tree; None if the tree is not valid Python."""
         try:
             module = compile(self.tree, self.file, "exec", flags=self.code.co_flags & FUTURE_FLAGS, dont_inherit=True)
         except (SyntaxError, ValueError, TypeError):
@@ -72,7 +72,7 @@ class LineEdit:
 
     @contextmanager
     def applied(self) -> Iterator[bool]:
-        """In this block the function runs with the edit; False if that is no Python."""
+        """In this block the function runs with the edit; False if the edit is not valid Python."""
         with self.in_tree():
             code = self.unit.compiled()
         pairs = [] if code is None else list(_pairs(self.unit.code, code))
@@ -171,7 +171,7 @@ class _Source:
     def unit(
         self, definition: Definition, functions: Functions, with_code: Mapping[int, Sequence[FunctionType]]
     ) -> Unit | None:
-        """The outermost function around a definition; None if what runs is not what its file says."""
+        """The outermost function around a definition; None if its file has changed since it was imported."""
         outermost = definition
         classes: list[ast.ClassDef] = []
         node: ast.AST | None = definition
@@ -213,7 +213,7 @@ class _Source:
 
 
 def _statements(node: ast.AST) -> Iterator[tuple[ast.stmt, ast.AST, str, int]]:
-    """The statements of a function that give values, without those of the functions in it."""
+    """The statements of a function that give values, without the bodies of nested functions."""
     for name, value in ast.iter_fields(node):
         for place, child in enumerate(value if isinstance(value, list) else ()):
             if isinstance(child, ast.stmt) and not _is_left(child):

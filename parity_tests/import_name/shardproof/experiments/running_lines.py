@@ -1,4 +1,4 @@
-"""Which lines of a user's code the ranks run, and what the names of each function hold there."""
+"""The lines of a user's code that the ranks run, and the kinds of the values in each function."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def running_functions(scheme: Declared, case: CaseSpec, caches: Iterable[Any] = 
 
 
 def _kinds(names: Mapping[str, Any]) -> dict[str, str]:
-    """The kinds of what names hold, and of the fields of the user's own objects: `rank`, `self.rank`."""
+    """The kinds of the values of names and of the fields of the user's own objects: `rank`, `self.rank`."""
     kinds = {name: kind for name, value in names.items() if (kind := _kind(value))}
     for name, value in names.items():
         if type(value).__module__.partition(".")[0] not in LIBRARIES and not isinstance(value, dist.ProcessGroup):

@@ -54,7 +54,7 @@ def leave_with_agent() -> None:
     So a host whose agent is killed has no process left.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the signal of a command whose agent ends while it imports
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when the agent ends while the command imports
         _watching.append(threading.Thread(target=_watch, args=(os.getppid(),), name="agent", daemon=True))
         _watching[0].start()
 

@@ -206,7 +206,7 @@ class Member:
         return self.outcome or where
 
     def last_words(self) -> str:
-        """What this rank says when torchrun ends the job, as it does after a rank of its host has died.
+        """This rank's report when torchrun ends the job, for example after a rank of its host has died.
 
         The first rank that is left on the host says for all how that one died; the others say nothing.
         """
@@ -225,7 +225,7 @@ class Member:
         return f"rank {self.rank}: torchrun ends this job{where}"
 
     def _endings(self, died: Collection[int]) -> dict[int, Outcome]:
-        """What the other ranks that are left say; one that this takes too long says nothing."""
+        """The reports of the other live ranks; a rank that takes too long has none."""
         endings: dict[int, Outcome] = {}
         deadline = time.monotonic() + ENDING_S
         others = set(range(self.world)) - {self.rank, *died}
