@@ -177,11 +177,18 @@ def test_a_frozen_parameter_may_have_any_dtype():
     assert run(body, CaseSpec("mixed", {"dp_shard": 2})).results == (["", "blocks.0", "blocks.1", "head"],) * 2
 
 
-def test_routers_that_two_blocks_share():
+def net_with_one_router():
+    net = mixed_net()
+    net.blocks[0].router = net.blocks[1].router
+    return net
+
+
+@pytest.mark.parametrize("shared_net", [tied_net, net_with_one_router])
+def test_routers_that_two_blocks_share(shared_net):
     """Their blocks are one unit, and the shared router is a unit inside it."""
 
     def body(mesh, case):
-        net = fsdp2_strategy_parallelize(tied_net(), mesh.device_mesh)
+        net = fsdp2_strategy_parallelize(shared_net(), mesh.device_mesh)
         net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
         router = net.blocks[0].router.weight
         return router is net.blocks[1].router.weight, router.grad.dtype

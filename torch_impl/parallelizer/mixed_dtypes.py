@@ -34,6 +34,7 @@ def units_of_rarer_dtypes(model: nn.Module, apart: Iterable[nn.Module] = ()) -> 
             usual = max(sizes, key=lambda dtype: sizes[dtype])
             rarer_modules += [rarer for module in unit for rarer in _rarer(module, usual, sharded_ids, names)]
         sharded_ids |= {id(parameter) for module in unit for parameter in module.parameters()}
+    rarer_modules = list(dict.fromkeys(rarer_modules))  # blocks may share a module
     groups = groups_by_parameters(model, rarer_modules)
     grouped = {id(module) for group in groups for module in group}
     for module in rarer_modules:
