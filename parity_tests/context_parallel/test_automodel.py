@@ -249,6 +249,18 @@ REJECTED = [
         "ContextParallelSharder.shard_token_tensor: the batch is padded from 6 to 8 positions; pass the fill of tensor",
     ),
     (
+        "fill of another dtype",
+        lambda m: sharded_by(m).shard_token_tensor(torch.zeros(2, 6, dtype=torch.int64), fill=0.5),
+        "ContextParallelSharder.shard_token_tensor: fill=0.5 is not a value of int64",
+    ),
+    (
+        "negative fill of bytes",
+        lambda m: automodel.shard_sequence_for_cp_contiguous(
+            m.device_mesh["cp"], torch.zeros(2, 6, dtype=torch.uint8), pad_value=-1
+        ),
+        "context_parallel.shard_sequence_for_cp_contiguous: pad_value=-1 is not a value of uint8",
+    ),
+    (
         "other length",
         lambda m: sharded_by(m).shard_token_tensor(torch.zeros(2, 5), fill=0),
         "ContextParallelSharder.shard_token_tensor: tensor has 5 along dim 1, but the batch 6 positions, padded to 8; "

@@ -7,15 +7,13 @@ sequence.
 
 from __future__ import annotations
 
-import math
-import numbers
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all, ring_shift
-from torch_impl.contract import Group, Rejected, ShardedAny, contract, dtype_name, type_name
+from torch_impl.contract import Group, Rejected, ShardedAny, contract
+from torch_impl.layouts.fill import fill_of
 from torch_impl.vocab_parallel.sequence_gather import why_not_a_dim, why_not_gathered
 
 
@@ -90,25 +88,6 @@ def cp_shift_next(
     is_last = torch.tensor(cp_group.rank() == cp_group.size() - 1, device=tensor.device)
     arriving = arriving.masked_fill(is_last, fill)
     return torch.cat([tensor.narrow(seq_dim, 1, local - 1), arriving], dim=seq_dim)
-
-
-def fill_of(tensor: Tensor, fill_value: float | int, name: str = "fill_value") -> float | int:
-    """`fill_value` as a number that the tensor's dtype represents exactly; torch would wrap or truncate it silently.
-
-    `name` is the caller's name for it.
-    Errors: TypeError unless it is a real number, ValueError if the dtype cannot represent it.
-    """
-    dtype = tensor.dtype
-    if not isinstance(fill_value, numbers.Real) or (isinstance(fill_value, bool) and dtype != torch.bool):
-        raise Rejected(f"{name}={fill_value!r} is {type_name(fill_value)}; pass a number", TypeError)
-    if dtype.is_floating_point or dtype.is_complex:
-        fits = not torch.finfo(dtype).max < abs(fill_value) < math.inf  # infinities and NaN fit
-    else:
-        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        fits = low <= fill_value <= high and fill_value == int(fill_value)
-    if not fits:
-        raise Rejected(f"{name}={fill_value} is not a value of {dtype_name(tensor)}")
-    return float(fill_value) if dtype.is_floating_point or dtype.is_complex else int(fill_value)
 
 
 def _rank_of(chunk: int, cp: int) -> int:

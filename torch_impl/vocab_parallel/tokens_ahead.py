@@ -18,7 +18,7 @@ from torch_impl.collectives import large_tensors
 from torch_impl.collectives.exchanges import exchange_rows
 from torch_impl.contract import Group, Instance, PositiveInt, Rejected, ShardedAny, contract
 from torch_impl.layouts import TokenLayout
-from torch_impl.vocab_parallel.contiguous_sequence import fill_of
+from torch_impl.layouts.fill import fill_of
 
 OneLayout = Annotated[TokenLayout, Instance(TokenLayout, "pass a TokenLayout", shows_value=False)]
 

@@ -34,6 +34,7 @@ from torch_impl.contract import (
 )
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import indivisible, multiple_of
+from torch_impl.layouts.fill import fill_of
 from torch_impl.layouts.token_layout import DenseKind
 
 
@@ -117,10 +118,11 @@ def shard_sequence_for_cp_round_robin(
 ) -> tuple[ShardedAny[Tensor, "..."], ShardedInt[Tensor, "l"], int]:
     """Pad `tensor` on the right and shard it in DualChunkSwap order: (shard, its positions, padded length).
 
-    The length along `seq_dim` is padded by `pad_value` to a multiple of 2 cp. Differentiable.
+    The length along `seq_dim` is padded by `pad_value` to a multiple of 2 cp. Without a mesh, or on one
+    rank, `tensor` is returned as it is. Differentiable.
 
     Cost:   no collective; one copy of the shard, and one of tensor if it is padded.
-    Errors: ValueError for a dim that tensor lacks.
+    Errors: ValueError for a dim that tensor lacks, and a `pad_value` that its dtype cannot represent.
     """
     multiple = 1 if cp_mesh is None else multiple_of("dual_chunk_swap", cp_mesh.size())
     return _shard_sequence("dual_chunk_swap", cp_mesh, tensor, seq_dim, pad_value, multiple)
@@ -137,10 +139,12 @@ def shard_sequence_for_cp_contiguous(
 ) -> tuple[ShardedAny[Tensor, "..."], ShardedInt[Tensor, "l"], int]:
     """Pad `tensor` on the right and give each rank one block of it: (shard, its positions, padded length).
 
-    The length along `seq_dim` is padded by `pad_value` to a multiple of cp * max(pad_multiple, 2). Differentiable.
+    The length along `seq_dim` is padded by `pad_value` to a multiple of cp * max(pad_multiple, 2). Without a
+    mesh, or on one rank, `tensor` is returned as it is. Differentiable.
 
     Cost:   no collective; one copy of the shard, and one of tensor if it is padded.
-    Errors: ValueError for a dim that tensor lacks, and a `pad_multiple` below 1.
+    Errors: ValueError for a dim that tensor lacks, a `pad_multiple` below 1, and a `pad_value` that its dtype cannot
+            represent.
     """
     ranks = 1 if cp_mesh is None else cp_mesh.size()
     multiple = 1 if ranks == 1 else ranks * max(pad_multiple, 2)
@@ -234,7 +238,8 @@ class ContextParallelSharder:
         A tensor of the batch's own length is padded by `fill`; one of the padded length needs none.
 
         Cost:   no collective; one copy of the shard, and one of tensor if it is padded.
-        Errors: ValueError for another length, and for a padded batch without `fill`; before `shard`, as `positions`.
+        Errors: ValueError for another length, a padded batch without `fill`, and a `fill` that the dtype cannot
+                represent; before `shard`, as `positions`.
         """
         layout = self.shard_layout or ShardLayout()
         if layout.input_row_shape is not None and layout.batch_layout is not None:
@@ -249,7 +254,7 @@ class ContextParallelSharder:
                 raise Rejected(f"tensor has {length} along dim {seq_dim}, but the batch {lengths}; pass one of these")
             if fill is None:
                 raise Rejected(f"the batch is padded from {length} to {padded} positions; pass the fill of tensor")
-            tensor = _pad(tensor, dim, padded - length, fill)
+            tensor = _pad(tensor, dim, padded - length, fill_of(tensor, fill, "fill"))
         return shard_token_tensor_by_indices(tensor, self.positions(tensor.shape[dim], tensor.device), dim)
 
     @contract("ContextParallelSharder.gather_token_tensor")
@@ -377,7 +382,7 @@ def _shard_sequence(
     dim = dim_from_front("seq_dim", seq_dim, tensor)
     if cp_mesh is None or cp_mesh.size() == 1:
         return tensor, torch.arange(tensor.shape[dim], device=tensor.device), tensor.shape[dim]
-    padded = _pad(tensor, dim, -tensor.shape[dim] % multiple, pad_value)
+    padded = _pad(tensor, dim, -tensor.shape[dim] % multiple, fill_of(tensor, pad_value, "pad_value"))
     layout = _layout(kind, cp_mesh, padded.shape[dim], tensor.device)
     return layout.shard(padded, dim), layout.local_index, padded.shape[dim]
 

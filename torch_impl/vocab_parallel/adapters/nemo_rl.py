@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch_impl import vocab_parallel as ours
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Positive, Sharded, ShardedAny, ShardedIds, contract
-from torch_impl.vocab_parallel.contiguous_sequence import fill_of
+from torch_impl.layouts.fill import fill_of
 
 
 @contract
