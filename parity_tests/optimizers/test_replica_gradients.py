@@ -214,6 +214,11 @@ REJECTED = [
         NEW + "groups is empty; pass the groups of ranks with copies",
     ),
     (
+        "a group twice",
+        lambda m: ReplicaGradients(nn.Linear(1, 1), [m["tp"]] * 2, {"": "sum"}, torch.optim.SGD([torch.ones(1)])),
+        NEW + "groups[0] and [1] both have the ranks 0, 1, which would count twice; pass one of them",
+    ),
+    (
         "no rule",
         build({"router": "sum"}),
         NEW + "rules has none for shared.weight; add one for its module, or for the model under ''",
@@ -227,7 +232,7 @@ REJECTED = [
     (
         "two rules",
         build({"": "mean", "shared": "sum", "shared.again": "none"}),
-        NEW + "shared.weight and shared.again.weight are one parameter with the rules sum and none; give it one",
+        NEW + "shared.weight and shared.again.weight are one parameter, with the rules sum and none; give them one",
     ),
     (
         "sharded over its copies",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -171,6 +173,22 @@ class GroupKind:
         return TypeProblem(f" is {type_name(value)}; pass a ProcessGroup{hint}")
 
 
+class GroupsKind(ListOf):
+    """A list of groups to sum over one after the other. No two have more than this rank in common."""
+
+    def problem(self, value: Any) -> str | None:
+        """Why a `value` is not such a list; None if it is."""
+        problem = super().problem(value)
+        if problem is not None:
+            return problem
+        ranks = [set(dist.get_process_group_ranks(group)) for group in value]
+        for (i, first), (j, second) in combinations(enumerate(ranks), 2):
+            if len(first & second) > 1:
+                both = ", ".join(map(str, sorted(first & second)))
+                return f"[{i}] and [{j}] both have the ranks {both}, which would count twice; pass one of them"
+        return None
+
+
 @dataclass(frozen=True)
 class _TensorAnnotation:
     """Implements `Sharded[Tensor, "b s v/tp"]` for one class of dtypes; several specs are alternative routes."""
@@ -208,7 +226,7 @@ else:
 
 Tensors = Annotated[list[Tensor], ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors")]
 Groups = Annotated[
-    list[ProcessGroup], ListOf(Instance(ProcessGroup, "pass a ProcessGroup", shows_value=False), "process groups")
+    list[ProcessGroup], GroupsKind(Instance(ProcessGroup, "pass a ProcessGroup", shows_value=False), "process groups")
 ]
 Module = Annotated[nn.Module, Instance(nn.Module, "pass a torch.nn.Module", shows_value=False)]
 Dtype = Annotated[torch.dtype, Instance(torch.dtype, "pass a torch.dtype")]

@@ -55,9 +55,11 @@ class ReplicaGradients:
     `rules` has a rule by name of a module; the longest name that a parameter's name begins with decides, and "" is the
     full model. A parameter with the rule "none" is left alone: it is sharded over these ranks, or its gradient is
     reduced elsewhere. A parameter that two modules share is reduced once. Gradients in 16 bits are summed in float32.
+    All ranks of the groups pass the same rules.
 
-    Errors: TypeError for a wrong type; ValueError for no groups, a name that is no module, a parameter without a rule,
-            two rules for a shared parameter, and a DTensor that is sharded over the ranks of a group.
+    Errors: TypeError for a wrong type; ValueError for no groups, two groups that share other ranks, a name that is no
+            module, a parameter without a rule, two rules for a shared parameter, and a DTensor that is sharded over the
+            ranks of a group.
     """
 
     @contract

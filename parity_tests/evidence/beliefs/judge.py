@@ -61,7 +61,7 @@ class DrawnJudge:
             caught = _first_catch(belief, [trials.scheme for trials in nearest])
             if caught["drawn"]:
                 break
-        return {**caught, "schemes": tried, "seconds": round(time.monotonic() - start, 1)}
+        return {**caught, "schemes": tried, "is_all": self.is_all, "seconds": round(time.monotonic() - start, 1)}
 
     def _others(self, component: str) -> list[BugRunner]:
         return [self._runner(folder) for folder in self._schemes if folder != component] if self.is_all else []

@@ -43,6 +43,7 @@ class Verdict:
     oracle: str | None
     test: str | None
     is_tried: bool  # on drawn cases
+    is_all: bool  # also on the schemes of other components
     is_open: bool  # drawn cases or tests are still to be run
 
     @property
@@ -58,7 +59,15 @@ def verdicts(journal: Journal, beliefs: Sequence[Belief] = BELIEFS) -> list[Verd
 def _verdict(belief: Belief, record: dict[str, Any]) -> Verdict:
     is_tried = "drawn" in record
     is_open = not is_tried or not (record["drawn"] or "tests" in record)
-    return Verdict(belief, record.get("drawn"), record.get("oracle"), record.get("tests"), is_tried, is_open)
+    return Verdict(
+        belief,
+        record.get("drawn"),
+        record.get("oracle"),
+        record.get("tests"),
+        is_tried,
+        record.get("is_all", False),
+        is_open,
+    )
 
 
 def closing(all_verdicts: Sequence[Verdict]) -> list[str]:
@@ -69,6 +78,9 @@ def closing(all_verdicts: Sequence[Verdict]) -> list[str]:
         f"{share(drawn, len(tried))} are caught by drawn cases; the promise is {PROMISED_DRAWN:.0%}.",
         f"{_with_tests(tried)} are caught by drawn cases or fast tests; the promise is {PROMISED_TESTS:.0%}.",
     ]
+    own_alone = sum(not (each.drawn or each.is_all) for each in tried)
+    if own_alone:
+        lines += [f"{own_alone} of the missed ones were tried on the schemes of their own component alone."]
     untried, untested = len(all_verdicts) - len(tried), sum(each.is_open for each in tried)
     if untried or untested:
         lines += [f"Not run yet: drawn cases on {untried}, fast tests on {untested} of those that these miss."]
