@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch.nn.functional as F
 
+from parity_tests.slow import slow_but
 from parity_tests.specimens.small_scheme import declared
 from shardproof import ids, mask, scheme, values
 from shardproof.declare.discover import built_in
@@ -113,7 +114,7 @@ def repeated_heads_in_the_wrong_order(mesh, q, k, v):
     return all_to_all(out, mesh["cp"], split_dim=1, concat_dim=2)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_a_mistake_at_one_size_on_one_mesh_is_found(seed, tmp_path):
     report = verify(repeated_heads_in_the_wrong_order, seed=seed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch" and (report.case.cp, report.case.g) == (4, 2)
@@ -143,7 +144,7 @@ def mean_over_the_local_count(mesh, logits, labels):
 
 
 @pytest.mark.parametrize("fixed", [{}, {"cp": 2, "b": 3, "s": 16, "v": 8}], ids=["drawn", "given"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_a_mean_over_the_local_count_is_found(fixed, seed, tmp_path):
     report = verify(mean_over_the_local_count, seed=seed, fixed=fixed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch"
@@ -170,7 +171,7 @@ def masked_mean_over_the_count_of_dp(mesh, x, keep):
     return (x * keep).float().sum() / count / mesh.size("cp")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_a_masked_mean_over_the_count_of_one_axis_is_found(seed, tmp_path):
     report = verify(masked_mean_over_the_count_of_dp, seed=seed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch" and report.case.cp == 2
