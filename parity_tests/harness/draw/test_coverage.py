@@ -29,7 +29,7 @@ def planned_cases(scheme, count=MOST_PLANNED, seed=0, **fixed):
 
 
 def test_every_built_in_scheme_draws_every_pair():
-    """By size, by option and by mesh: of the pairs of a listed size with a mesh that can be drawn, none is left out."""
+    """Of a listed size or option with a mesh or a dtype, and of two options: none that can be drawn is left out."""
     missing = {}
     for each in built_in():
         if names := coverage.pairs_not_drawn(each, {}, planned_cases(each), **DRAWN):
@@ -85,6 +85,41 @@ def test_an_explicit_number_of_examples_names_undrawn_values():
     assert enough.ok and not enough.not_drawn and "not drawn" not in str(enough)
     given = listed.verify(c=3, twice=True)
     assert given.ok and not any("c=" in pair or "twice" in pair for pair in given.not_drawn)
+
+
+def scaled(mesh, x, scale, times):
+    """Leaves out the factor where the scale is the caller's."""
+    return x * (1.0 if scale is None else scale) * (1 if times == 3 and scale == 2.0 else times)
+
+
+two_options = declared(
+    scaled,
+    lambda x, scale, times: x * (1.0 if scale is None else scale) * times,
+    mesh={"tp": (1, 2)},
+    inputs={"x": "b/tp c"},
+    outputs="b/tp c",
+    options={"scale": (None, 0.5, 2.0), "times": (1, 2, 3)},
+)
+
+
+@pytest.mark.parametrize("seed", slow_but([0], range(20)))
+def test_a_mistake_for_one_pair_of_options_is_found(seed, tmp_path):
+    report = verify(two_options, seed=seed, replay_folder=str(tmp_path))
+    assert report.verdict == "mismatch" and (report.case.scale, report.case.times) == (2.0, 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_option_meets_each_other_one(seed):
+    cases = planned_cases(two_options, 20, seed)
+    assert {(case.scale, case.times) for case in cases} == {(a, b) for a in (None, 0.5, 2.0) for b in (1, 2, 3)}
+    assert not coverage.pairs_not_drawn(two_options, {}, cases, **DRAWN)
+    assert "scale=2.0 with times=3" in coverage.pairs_not_drawn(two_options, {}, cases[:1], **DRAWN)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_option_has_a_case_without_a_size_of_one(seed):
+    cases = [case for case in planned_cases(two_options, 20, seed) if case.tp == 2 and case.b >= 4 and case.c >= 2]
+    assert {case.scale for case in cases} == {None, 0.5, 2.0} and {case.times for case in cases} == {1, 2, 3}
 
 
 def attention(q, k, v):

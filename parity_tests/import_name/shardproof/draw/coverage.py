@@ -1,11 +1,17 @@
-"""Which pairs the examples of a scheme have: each size or option that it lists, on each mesh and in each dtype.
+"""Which pairs the examples of a scheme have: each listed size or option on each mesh and in each dtype, and each option
+with each other one.
 
-A wrong order of repeated heads may show for g=2 on cp=4 alone, a sum in bfloat16 for m=32 alone. Independent draws
-leave such pairs out, so the first choices of `verify`'s examples follow a plan until each pair was drawn.
+A wrong order of repeated heads may show for g=2 on cp=4 alone, a sum in bfloat16 for m=32 alone, a wrong scale of sinks
+for a scale of the caller's alone. Independent draws leave such pairs out, so the first choices of `verify`'s examples
+follow a plan until each pair was drawn. Of places with as many new pairs, one without a local size of 1 comes first:
+with 1, many mistakes do not show.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +22,12 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.draw.choosers import Choice
 from shardproof.draw.drawing import MeshChoices, mesh_choices, option_choices
-from shardproof.draw.size_choices import assumed_options, features, sizes_text
+from shardproof.draw.size_choices import assumed_options, features, has_smallest_size, sizes_text
 
-Pair = tuple[str, str]  # a size, an option or a mesh, and where it is: ("g=2", "on cp=4"), ("g=2", "in bfloat16")
+Pair = tuple[str, str]  # a size, an option or a mesh, and where: ("g=2", "on cp=4"), ("g=2", "in bfloat16"), or an
+# option and another: ("scale=2.0", "with sinks=True")
+WITH = "with "
+ABOVE_1 = "at sizes above 1"  # on several ranks
 Place = tuple[int, int]  # of a mesh, and of one of its shapes
 
 
@@ -44,7 +53,7 @@ def plan(
     rng.shuffle(places)
     examples: list[list[Choice]] = [[]]
     while missing and len(examples) < count:
-        place = max(places, key=lambda place: len(search.pairs[place] & missing))
+        place = max(places, key=lambda place: (len(search.pairs[place] & missing), place in search.general))
         options = search.options(place, missing, rng)
         chosen_dtype = search.dtype(place, options, missing, rng)
         drawn = search.drawn(place, options, chosen_dtype)
@@ -70,6 +79,7 @@ def pairs_not_drawn(
     missing = search.possible()
     for case in cases:
         missing -= search.pairs_of(case.scheme_mesh, case.dims, [case.options], [case.dtype])
+        missing -= search.pairs_of_options(case.options)
     return sorted(" ".join(pair) for pair in missing)
 
 
@@ -85,6 +95,7 @@ class _Search:
     choices: MeshChoices = field(init=False)
     given: dict[str, Any] = field(init=False)
     pairs: dict[Place, set[Pair]] = field(init=False)
+    general: set[Place] = field(init=False)  # without a size that is the smallest on its mesh, of several ranks
 
     def __post_init__(self) -> None:
         self.choices, self.given = mesh_choices(self.scheme, self.fixed, self.world, self.limit)
@@ -92,11 +103,21 @@ class _Search:
         options = self.scheme.all_options
         self.listed = [name for name, values in options.items() if len(values) > 1 and name not in self.given]
         every = [{name: value} for name in self.listed for value in options[name]]
-        self.pairs = {}
+        two = [
+            dict(zip(names, values, strict=True))
+            for names in itertools.combinations(self.listed, 2)
+            for values in itertools.product(*(options[name] for name in names))
+        ]
+        self.pairs, self.general = {}, set[Place]()
         for number, (mesh, fits) in enumerate(self.choices.fits):
             for shape_number, shape in enumerate(fits):
+                place = number, shape_number
                 allowed = assumed_options(self.scheme, shape, mesh, self.given) if self.scheme.assume else every
-                self.pairs[number, shape_number] = self.pairs_of(mesh, shape, allowed, self.dtypes)
+                combined = allowed if self.scheme.assume else two
+                self.pairs[place] = self.pairs_of(mesh, shape, allowed, self.dtypes)
+                self.pairs[place] |= {pair for chosen in combined for pair in self.pairs_of_options(chosen)}
+                if self.is_general(mesh, shape):
+                    self.general.add(place)
 
     def possible(self) -> set[Pair]:
         return set[Pair]().union(*self.pairs.values())
@@ -109,35 +130,60 @@ class _Search:
         dtypes: Sequence[str],
     ) -> set[Pair]:
         where = sizes_text(mesh)
-        words = {words for _, words in features(self.scheme, shape, mesh)}
-        words |= {f"{name}={chosen[name]}" for chosen in options for name in self.listed if name in chosen}
+        of_options = {f"{name}={chosen[name]}" for chosen in options for name in self.listed if name in chosen}
+        words = {words for _, words in features(self.scheme, shape, mesh)} | of_options
         found = {(word, f"on {where}") for word in words} if len(self.choices.fits) > 1 or words else set[Pair]()
         if len(self.dtypes) > 1:
             found |= {(word, f"in {dtype}") for word in (*words, where) for dtype in dtypes}
+        if self.is_general(mesh, shape):
+            found |= {(word, ABOVE_1) for word in of_options}
         return found
+
+    def is_general(self, mesh: Mapping[str, int], shape: Mapping[str, int]) -> bool:
+        return math.prod(mesh.values()) > 1 and not has_smallest_size(self.scheme, shape, mesh)
+
+    def pairs_of_options(self, options: Mapping[str, Any]) -> set[Pair]:
+        """The pairs of two options."""
+        words = [f"{name}={options[name]}" for name in self.listed if name in options]
+        return {(first, WITH + second) for first, second in itertools.combinations(words, 2)}
 
     def simplest(self) -> set[Pair]:
         """The pairs of the first example, which takes the first of everything."""
         mesh, fits = self.choices.fits[0]
         allowed = assumed_options(self.scheme, fits[0], mesh, self.given)[0]
-        return self.pairs_of(mesh, fits[0], [allowed], self.dtypes[:1])
+        return self.pairs_of(mesh, fits[0], [allowed], self.dtypes[:1]) | self.pairs_of_options(allowed)
 
     def options(self, place: Place, missing: set[Pair], rng: Generator) -> dict[str, Any]:
         """Options for a place, with as many missing pairs as possible, else any."""
         mesh, fits = self.choices.fits[place[0]]
 
         def new_pairs(options: Mapping[str, Any]) -> int:
-            return len(self.pairs_of(mesh, {}, [options], self.dtypes) & missing)
+            pairs = self.pairs_of(mesh, fits[place[1]], [options], self.dtypes) | self.pairs_of_options(options)
+            return len(pairs & missing)
 
         if self.scheme.assume:
             allowed = assumed_options(self.scheme, fits[place[1]], mesh, self.given)
             rng.shuffle(allowed)
             return max(allowed, key=new_pairs)
         chosen: dict[str, Any] = dict(self.given)
-        for name, values in self.scheme.all_options.items():
+        left = [name for name in self.scheme.all_options if name not in chosen]
+        rng.shuffle(left)
+        # The option that most pairs lack comes first, then each value by its pairs with those that are chosen already.
+        lacking = self.lacking(mesh, missing)
+        left.sort(key=lambda name: -max(lacking[f"{name}={value}"] for value in self.scheme.all_options[name]))
+        for name in left:
+            values = self.scheme.all_options[name]
             order = [values[i] for i in rng.permutation(len(values))]
-            chosen.setdefault(name, max(order, key=lambda value: new_pairs({name: value})))
+            order.sort(key=lambda value: -lacking[f"{name}={value}"])
+            chosen[name] = order[0] if name == left[0] else max(order, key=lambda v: new_pairs({**chosen, name: v}))
         return chosen
+
+    def lacking(self, mesh: Mapping[str, int], missing: set[Pair]) -> Counter[str]:
+        """The number of missing pairs on a mesh that have each size or option."""
+        here = {f"on {sizes_text(mesh)}", ABOVE_1, *(f"in {dtype}" for dtype in self.dtypes)}
+        own = [word for word, where in missing if where in here]
+        of_two = [(word, where.removeprefix(WITH)) for word, where in missing if where.startswith(WITH)]
+        return Counter([*own, *itertools.chain(*of_two)])
 
     def dtype(self, place: Place, options: Mapping[str, Any], missing: set[Pair], rng: Generator) -> str:
         order = [self.dtypes[i] for i in rng.permutation(len(self.dtypes))]
@@ -145,7 +191,7 @@ class _Search:
 
     def drawn(self, place: Place, options: Mapping[str, Any], dtype: str) -> set[Pair]:
         mesh, fits = self.choices.fits[place[0]]
-        return self.pairs_of(mesh, fits[place[1]], [options], [dtype])
+        return self.pairs_of(mesh, fits[place[1]], [options], [dtype]) | self.pairs_of_options(options)
 
     def choices_of(self, place: Place, options: Mapping[str, Any], dtype: str) -> list[Choice]:
         """The places at which `draw_case` finds these in its menus."""

@@ -135,6 +135,12 @@ def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]
     return found
 
 
+def has_smallest_size(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
+    """Whether a dim without listed sizes has 1, or one on each rank: with such a size many mistakes do not show."""
+    units = _units(scheme, mesh)
+    return any(shape[name] < 2 * units.get(name, 1) for name in free_dims(scheme) if name not in scheme.dims)
+
+
 def _pair_shapes(
     scheme: Declared,
     fixed: Mapping[str, int],
