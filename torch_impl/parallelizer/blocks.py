@@ -7,7 +7,7 @@ split leaves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from torch_impl.parallelizer._torch_compat import waited
+from torch_impl.parallelizer.multimodal import frozen_parts, multimodal_parts
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -32,8 +33,13 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def units(model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks in groups; FSDP shards each group as one unit."""
-    return groups_by_parameters(model, blocks(model))
+    """The blocks in groups; FSDP shards each group as one unit.
+
+    Blocks of a frozen vision or audio part are left to the root: on a rank whose batch has no image they do not run,
+    and other ranks would wait for it to gather them.
+    """
+    frozen = {id(inner) for part in frozen_parts(model) for inner in part.modules()}
+    return groups_by_parameters(model, [block for block in blocks(model) if id(block) not in frozen])
 
 
 def groups_by_parameters(model: nn.Module, modules: list[nn.Module]) -> list[list[nn.Module]]:
@@ -60,12 +66,15 @@ def save_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if operation in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_blocks(model: nn.Module, every: int = 1, policy: Policy | None = None) -> None:
+def checkpoint_blocks(
+    model: nn.Module, every: int = 1, policy: Policy | None = None, scopes: Collection[str] = ("all",)
+) -> None:
     """Make backward recompute each block that has a trainable parameter, in place (activation checkpointing).
 
     With `every=n` only the first block and each n-th after it are recomputed. A `policy` decides for each operation
     whether its result is saved (`torch.utils.checkpoint.create_selective_checkpoint_contexts`); without a policy
-    nothing inside a block is saved.
+    nothing inside a block is saved. `scopes` are "all", or some of "vision", "audio", "multimodal" (both of them) and
+    "language", which is the rest.
 
     Checkpointing is non-reentrant and restores the random state of the first forward, so that gradients are bitwise the
     same. Key-value caches are switched off in the configuration and in nested ones, because a recomputed block would
@@ -79,7 +88,10 @@ def checkpoint_blocks(model: nn.Module, every: int = 1, policy: Policy | None = 
     for each in _configs(config):
         if hasattr(each, "use_cache"):
             each.use_cache = False
-    for block in blocks(model)[::every]:
+    part_of = {id(inner): name for name, part in multimodal_parts(model) for inner in part.modules()}
+    wanted = {*scopes, *(("vision", "audio") if "multimodal" in scopes else ())}
+    chosen = [each for each in blocks(model) if "all" in scopes or part_of.get(id(each), "language") in wanted]
+    for block in chosen[::every]:
         for module in _without_attention(block) if shares_keys else [block]:
             if any(parameter.requires_grad for parameter in module.parameters()):
                 _recompute(module, policy)

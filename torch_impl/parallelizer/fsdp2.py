@@ -6,7 +6,7 @@ block's parameters are gathered while it computes; experts are gathered over dp_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -31,6 +31,13 @@ from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_seq
 from torch_impl.parallelizer.tp_plan import PlanEntry, PlanKind, shard_modules, validate_styles, warn_of_norms
 
 DEFAULT_BACKEND = "inductor"
+SCOPES = ("all", "language", "vision", "audio", "multimodal")
+SCOPE_WORDS = f"'all' alone, or some of {', '.join(map(repr, SCOPES[1:]))}"
+
+
+def scope_names(value: str | Sequence[str]) -> list[str]:
+    """The names of a list, or of a text with commas between them."""
+    return [name.strip() for name in (value.split(",") if isinstance(value, str) else value)]
 
 
 class PolicyKind:
@@ -63,6 +70,21 @@ class CheckpointingKind:
         return problem if isinstance(value, str) else TypeProblem(problem)
 
 
+class ScopesKind:
+    """The parts of a model that are recomputed: "all", or some of its parts, in a list or separated by commas."""
+
+    def problem(self, value: Any) -> str | None:
+        if not isinstance(value, str | list | tuple) or not all(isinstance(each, str) for each in value):
+            return TypeProblem(f"={value!r} is {type_name(value)}; pass {SCOPE_WORDS}")
+        names = scope_names(value)
+        unknown = [name for name in names if name not in SCOPES]
+        if unknown:
+            return f"={value!r} has {unknown[0]!r}; pass {SCOPE_WORDS}"
+        if not names or ("all" in names and len(names) > 1):
+            return f"={value!r}; pass {SCOPE_WORDS}"
+        return None
+
+
 class SelectiveKind:
     """The selection of a selective checkpoint: 'op' for the policy here, n for each n-th block, or another policy."""
 
@@ -90,6 +112,7 @@ class BackendKind:
 
 PlanOrPath = Annotated[Mapping[str, ParallelStyle] | str, PlanOrPathKind()]
 Checkpointing = Annotated[bool | str, CheckpointingKind()]
+Scopes = Annotated[str | Sequence[str], ScopesKind()]
 Selective = Annotated[str | int | Callable[..., Any], SelectiveKind()]
 Backend = Annotated[str, BackendKind()]
 Policy = Annotated[MixedPrecisionPolicy, PolicyKind()]
@@ -108,6 +131,7 @@ def fsdp2_strategy_parallelize(
     reshard_after_forward: bool | None = None,
     sequence_parallel: bool = False,
     selective_ac_option: Selective = "op",
+    activation_checkpointing_scope: Scopes = "all",
     enable_compile: bool = False,
     compile_backend: Backend = DEFAULT_BACKEND,
     fsdp2_forward_prefetch_depth: NonNegativeInt | None = None,
@@ -130,14 +154,17 @@ def fsdp2_strategy_parallelize(
 
     `mp_policy=None` computes in bfloat16 and reduces in float32; a model with float64 parameters stays float64.
     `output_dtype` applies to the model's output, not to each block's. Buffers keep their dtype. Units are the elements
-    of lists of layers (`units`), and the model with the rest; modules whose trained parameters have another dtype than
-    most of their unit are units of their own, and compute in it. `reshard_after_forward=None` keeps only the last block
-    gathered between forward and backward; in a pipeline pass False, or each micro-batch gathers again. `offload_policy`
-    puts shards in host memory, pinned if the mesh has an accelerator. Tied parameters stay tied.
+    of lists of layers, and the model with the rest, frozen vision and audio parts included (`units`); modules whose
+    trained parameters have another dtype than most of their unit are units of their own, and compute in it.
+    `reshard_after_forward=None` keeps only the last block gathered between forward and backward; in a pipeline pass
+    False, or each micro-batch gathers again. `offload_policy` puts shards in host memory, pinned if the mesh has an
+    accelerator. Tied parameters stay tied.
 
     tp_shard_plan          also "package.module:name" of a dict, or of a function without arguments or of the model
     activation_checkpointing   True or "full": backward recomputes each block. "selective": `selective_ac_option`
         decides: "op" saves matrix products and attention, n recomputes each n-th block, or pass a torch policy
+    activation_checkpointing_scope   the blocks that are recomputed: "all", or some of "language", "vision", "audio" and
+        "multimodal" (vision and audio)
     sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`
     enable_compile         compile each block with `compile_backend`, inside FSDP and around recomputation
     fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth   gather this many blocks ahead; None: torch's order
@@ -178,7 +205,8 @@ def fsdp2_strategy_parallelize(
     # 3. Checkpoint inside FSDP, so that a block is gathered once for recomputation and backward. Compile around
     #    checkpointing, so that the compiler sees both forwards.
     if activation_checkpointing:
-        checkpoint_blocks(model, *_scope(activation_checkpointing, selective_ac_option))
+        scopes = scope_names(activation_checkpointing_scope)
+        checkpoint_blocks(model, *_scope(activation_checkpointing, selective_ac_option), scopes)
     if enable_compile:
         compile_blocks(model, compile_backend)
     if experts:
