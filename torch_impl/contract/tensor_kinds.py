@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.contract.kinds import Instance, ListOf, Sizes, type_name
+from torch_impl.contract.kinds import DEVICE, GRADIENT, INFERENCE, Instance, ListOf, Sizes, type_name
 from torch_impl.contract.rejected import TypeProblem
 
 LEADING = "..."
-DEVICE = " device"  # in Sizes, beside dims, whose names have no blank
 
 
 def dtype_name(x: Tensor) -> str:
@@ -118,6 +117,11 @@ class TensorKind:
         device, setter = sizes.setdefault(DEVICE, (value.device, name))
         if device != value.device:
             return f"{name} is on {value.device} but {setter} on {device}; pass one device"
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if value.is_inference():
+                sizes.setdefault(INFERENCE, (True, name))
+            if value.requires_grad:
+                sizes.setdefault(GRADIENT, (True, name))
         # 2. The number of dims.
         n_dims = len(self.dims)
         if value.ndim < n_dims or (value.ndim > n_dims and not (self.has_leading or self.has_trailing)):
