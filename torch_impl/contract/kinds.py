@@ -92,12 +92,19 @@ class Number:
             return TypeProblem(f"={value!r} is {type_name(value)}; pass a number{self.remedy}")
         if not (self.integer or _is_symbolic(value) or _is_finite(value)):
             return f"={value} must be finite{self.remedy}"
-        if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-            return f"={value} is beyond torch's integers; pass at most 2**63 - 1{self.remedy}"
+        if (problem := too_large(value)) is not None:
+            return f"{problem}{self.remedy}"
         if not (value > self.low if self.above else value >= self.low):
             rule = "be positive" if self.above and self.low == 0 else f"be at least {self.low:g}"
             return f"={value} must {rule}{self.remedy}"
         return None
+
+
+def too_large(value: Any) -> str | None:
+    """The problem of an integer that torch cannot represent; None for any other number."""
+    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        return f"={value} is beyond torch's integers; pass at most 2**63 - 1"
+    return None
 
 
 def _is_int(value: Any) -> bool:

@@ -176,6 +176,20 @@ class GroupKind:
 
 
 @dataclass(frozen=True)
+class DeviceKind:
+    """A device, or its name or number."""
+
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, (torch.device, str, int)):
+            return TypeProblem(f" is {type_name(value)}; pass a torch.device")
+        try:
+            torch.device(value)
+        except RuntimeError:
+            return f"={value!r} is no device here; pass a torch.device, such as torch.device('cpu')"
+        return None
+
+
+@dataclass(frozen=True)
 class _TensorAnnotation:
     """Implements `Sharded[Tensor, "b s v/tp"]` for one class of dtypes; several specs are alternative routes."""
 
@@ -216,5 +230,5 @@ Groups = Annotated[
 ]
 Module = Annotated[nn.Module, Instance(nn.Module, "pass a torch.nn.Module", shows_value=False)]
 Dtype = Annotated[torch.dtype, Instance(torch.dtype, "pass a torch.dtype")]
-Device = Annotated[torch.device, Instance((torch.device, str), "pass a torch.device", shows_value=False)]
+Device = Annotated[torch.device, DeviceKind()]
 Mesh = Annotated[DeviceMesh, Instance(DeviceMesh, "pass a torch DeviceMesh", shows_value=False)]

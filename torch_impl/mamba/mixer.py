@@ -15,7 +15,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Dtype, Instance, NonNegative, PositiveInt, Rejected, Sharded, contract, dtype_name
+from torch_impl.contract import (
+    Device,
+    Dtype,
+    Instance,
+    NonNegative,
+    PositiveInt,
+    Rejected,
+    Sharded,
+    contract,
+    dtype_name,
+)
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mix import SsmParameters, check_stream, mix_columns, mixer_sizes
 
@@ -90,7 +100,7 @@ class Mamba2Mixer(nn.Module):
         norm_groups: PositiveInt | None = None,
         dt_limit: tuple[float, float] = (0.0, math.inf),
         context_parallel: StrategyOf | None = None,
-        device: torch.device | str | int | None = None,
+        device: Device | None = None,
         dtype: Dtype | None = None,
     ) -> None:
         super().__init__()
@@ -173,6 +183,8 @@ class Mamba2Mixer(nn.Module):
             weight = getattr(self.in_proj, "weight", x)
             if weight.device != x.device:
                 raise Rejected(f"x is on {x.device}, in_proj.weight on {weight.device}; pass one device") from error
+            if x.is_inference():
+                raise Rejected("x was made in inference mode, and its gradient is asked for; pass x.clone()") from error
             if weight.dtype == x.dtype or "dtype" not in str(error):
                 raise
             raise Rejected(
