@@ -261,6 +261,12 @@ def test_a_signal_that_is_ignored_asks_for_nothing():
     assert ended(process)[::2] == (0, "")
 
 
+def test_a_parent_that_ignores_ended_children_costs_no_status():
+    call = "def call():\n    return 5\n"
+    process = python(f"{HEAD}\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n{call}sys.exit(supervised(call))")
+    assert ended(process) == (5, "", "")
+
+
 def test_an_internal_error_has_a_status_of_its_own():
     status, _, err = ending("raise KeyError('lost')")
     assert status == INTERNAL
