@@ -7,7 +7,6 @@ import pytest
 from parity_tests.specimens.user_files import HEAD
 from shardproof import pytest_plugin
 
-# "@scheme" is how a file that declares one is known.
 DECLARED = (
     HEAD
     + """
@@ -70,6 +69,22 @@ def test_the_schemes_of_a_file_are_its_tests():
 def test_a_file_that_is_named_needs_no_name_of_its_own():
     found = outcomes("--shardproof-examples", "1", scheme_file("anything.py", "right") + "::right").reports
     assert [(report.nodeid, report.outcome) for report in found] == [("anything.py::right", "passed")]
+
+
+@pytest.mark.parametrize("spelling", ["@shardproof.scheme(", "@sp.scheme(", "@s("])
+def test_a_scheme_is_found_in_every_spelling(spelling):
+    file = scheme_file("my_scheme.py", "wrong", 3)
+    imports = "import shardproof, shardproof as sp\nfrom shardproof import scheme as s\n"
+    text = Path(file).read_text().replace("import scheme, ", "import ").replace("def declare", "def unused")
+    Path(file).write_text(imports + text.replace("return scheme(", "return s(").replace("@scheme(", spelling))
+    found = outcomes("--shardproof-examples", "1", ".").reports
+    assert [(report.nodeid, report.outcome) for report in found] == [("my_scheme.py::wrong", "failed")]
+
+
+def test_a_file_that_only_uses_the_package_keeps_its_tests():
+    Path("uses_a_scheme.py").write_text("import shardproof\ndef test_it():\n    assert shardproof.verify\n")
+    recorder = outcomes("uses_a_scheme.py")
+    assert ([each.nodeid for each in recorder.reports], recorder.errors) == (["uses_a_scheme.py::test_it"], [])
 
 
 def test_an_engine_that_this_machine_lacks_is_skipped():

@@ -307,3 +307,10 @@ def test_a_signal_to_all_processes_is_one_sentence(number):
         130 if number == signal.SIGINT else -number,
         f"shardproof: {sentence}; what was not printed was not judged\n",
     )
+
+
+def test_a_function_of_numpy_that_the_file_replaces_gives_no_verdict():
+    lie = "import numpy\nnumpy.abs = lambda values, *_, **__: numpy.zeros_like(values)\n"
+    status, out, err = verified(written("lies.py", lie, WRONG), "--mesh", "tp=2", "--examples", "1")
+    assert (status, out) == (USAGE, "")
+    assert "scheme 'wrong': numpy.abs has been replaced, and verdicts are computed with it" in err

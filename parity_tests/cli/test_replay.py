@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from parity_tests import warm_python
 from shardproof import check, scheme, values
 from shardproof.cli import listing
 from shardproof.declare.discover import TABLE, UnusableTarget, schemes_of_file
-from shardproof.endings.exit_status import MISMATCH, USAGE
+from shardproof.endings.exit_status import MISMATCH, RANK_FAILED, USAGE
 from shardproof.replays import write_replay
 from shardproof.report.guard import guarded
 from shardproof.report.report import ValueMismatch
@@ -303,3 +304,12 @@ def test_a_scheme_that_is_gone(capsys):
     path.unlink()
     assert status_of(report.replay) == 2
     assert capsys.readouterr().err == f"shardproof: {path}: no such file\n"
+
+
+def test_an_import_that_ends_the_process_is_no_scheme_that_is_gone():
+    path, scheme = declared(file="dies.py")
+    report = scheme.verify(tp=2, b=2)
+    path.write_text(f"import os, signal\nos.kill(os.getpid(), signal.SIGBUS)\n{SOURCE}")
+    done = subprocess.run([sys.executable, report.replay], capture_output=True, text=True)  # it forks another process
+    assert done.returncode == RANK_FAILED
+    assert f"cannot import {path}: the process of the command was killed by SIGBUS" in done.stderr

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_impl.contract import contract as border
@@ -36,6 +37,14 @@ TENSORS: Mapping[str, Callable[[Tensor], Any]] = {
     "of half the dtype": lambda x: x.detach().half() if not x.is_floating_point() else x.detach().long(),
     "bool": lambda x: x.detach().bool(),
     "uint16": lambda x: x.detach().long().clamp(min=0).to(torch.uint16),
+    "a numpy array": lambda x: x.detach().float().numpy(),
+    "a dim of size 0": lambda x: x.detach()[:0] if x.numel() else x.detach()[None],  # wrong on every rank
+    "no elements": lambda x: x.new_zeros((0,) * (x.ndim + (x.numel() == 0))),
+    "expanded": lambda x: x.detach().flatten()[:1].expand(x.numel()).reshape(x.shape),
+    "not contiguous": lambda x: torch.stack([x.detach(), x.detach()], -1)[..., 0],
+    "in inference mode": lambda x: _in_inference_mode(x),
+    "not finite": lambda x: torch.full_like(x.detach(), torch.nan) if x.is_floating_point() else x.detach() + 2**30,
+    "below 0": lambda x: -1 - x.detach().abs(),
     "nested": lambda x: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
 }
 NUMBERS: Mapping[str, Callable[[Any], Any]] = {
@@ -44,6 +53,10 @@ NUMBERS: Mapping[str, Callable[[Any], Any]] = {
     "nan": lambda n: float("nan"),
     "a list": lambda n: [n],
     "negative": lambda n: -3,
+    "zero": lambda n: 0 if n else -3,  # wrong on every rank
+    "infinite": lambda n: float("inf"),
+    "huge": lambda n: 2**70,
+    "a bool": lambda n: True,
     "a tensor of two": lambda n: torch.ones(2),
 }
 OTHERS: Mapping[str, Callable[[Any], Any]] = {
@@ -51,9 +64,19 @@ OTHERS: Mapping[str, Callable[[Any], Any]] = {
     "a number": lambda value: 7,
     "an object": lambda value: ANYTHING,
     "an empty list": lambda value: [],
+    "a name": lambda value: "x",
+    "a tensor": lambda value: torch.ones(2),
+    "no member": lambda value: dist.GroupMember.NON_GROUP_MEMBER,
+    "a function": lambda value: len,
 }
 
 
+def _in_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+EXPECTED = (ValueError, TypeError, FileNotFoundError)  # by a caller of a library
 ANYTHING = type("Anything", (), {"__repr__": lambda self: "anything"})()
 
 
@@ -64,6 +87,7 @@ class Call:
     function: str
     argument: str
     wrong: str
+    arguments: tuple[str, ...] = ()  # all of the function's
 
     def __str__(self) -> str:
         return f"{self.function}({self.argument}: {self.wrong})"
@@ -74,6 +98,7 @@ class Seen:
     """A call of a contracted function as a scheme makes it: its arguments by name, and the kinds of wrong ones."""
 
     function: str
+    parameters: tuple[str, ...]
     wrongs: Mapping[str, tuple[str, ...]]
 
 
@@ -95,10 +120,15 @@ class Hook:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = f"{function.__module__}.{function.__qualname__}"
         if self.seen is not None and name not in self.seen and not re.search(r"\._[a-z]", name):
-            bound = inspect.signature(function).bind(*args, **kwargs).arguments
-            self.seen[name] = Seen(
-                name, {key: tuple(_wrongs(value)) for key, value in bound.items() if key not in ("self", "ctx", "cls")}
+            signature = inspect.signature(function)
+            parameters = tuple(
+                key
+                for key, each in signature.parameters.items()
+                if key not in ("self", "ctx", "cls") and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
             )
+            bound = signature.bind(*args, **kwargs).arguments
+            wrongs = {key: tuple(_wrongs(bound[key])) for key in parameters if key in bound}
+            self.seen[name] = Seen(name, parameters, wrongs)
         if self.wrong is None or self.wrong.function != name:
             return function(*args, **kwargs)
         bound = inspect.signature(function).bind(*args, **kwargs)
@@ -112,7 +142,8 @@ class Hook:
             function(*bound.args, **bound.kwargs)
         except Exception as error:
             sent = " after a collective" if self.rows() > before else ""
-            raise Answered(f"{type(error).__name__}{sent}: {error}") from None
+            kind = next((each for each in EXPECTED if isinstance(error, each)), type(error))
+            raise Answered(f"{kind.__name__}{sent}: {error}") from None
         raise Answered("accepted")
 
 
@@ -149,9 +180,14 @@ def _wrongs(value: Any) -> Mapping[str, Callable[[Any], Any]]:
 
 
 def is_clear(answer: str, call: Call) -> bool:
-    """Whether an answer names the argument, in an error that a caller of a library expects."""
-    names = re.search(rf"\b{re.escape(call.argument)}\b", answer)
-    return answer == "accepted" or (answer.startswith(("ValueError: ", "TypeError: ")) and names is not None)
+    """Whether an answer names the argument, in an error that a caller of a library expects.
+
+    It may name another argument, with which the wrong one does not agree.
+    """
+    names = "|".join(map(re.escape, (call.argument, *call.arguments)))
+    is_named = re.search(rf"\b({names})\b", answer)
+    is_expected = answer.startswith(tuple(f"{each.__name__}: " for each in EXPECTED))
+    return answer == "accepted" or (is_expected and is_named is not None)
 
 
 def answers(count: int, seed: int) -> Iterator[tuple[Call, list[str]]]:
@@ -175,7 +211,7 @@ def answers(count: int, seed: int) -> Iterator[tuple[Call, list[str]]]:
         new = [seen for name, seen in hook.seen.items() if name not in known]
         known |= hook.seen.keys()
         calls += [
-            (program, case, Call(seen.function, argument, wrong))
+            (program, case, Call(seen.function, argument, wrong, seen.parameters))
             for seen in new
             for argument, wrongs in seen.wrongs.items()
             for wrong in wrongs
@@ -207,7 +243,9 @@ def _answer(program: Any, case: Any) -> list[str]:
     try:
         return list(run(body, case, "lockstep", quiet_s=5.0).results)
     except RankFailure as failure:
-        return [f"{failure.cause}: {failure}"]
+        # A function that a `setup` calls answers there.
+        answered = re.search(r"raised \S+\.Answered: (.*)", str(failure))
+        return [answered[1] if answered else f"{failure.cause}: {failure}"]
 
 
 def main(count: int, seed: int) -> None:

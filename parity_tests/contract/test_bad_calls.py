@@ -27,7 +27,9 @@ def counted(calls, seed):
 @pytest.mark.timeout(3600)
 def test_wrong_calls_are_rejected_by_name():
     counts, unclear = counted(3000, 0)
-    assert [call for call in unclear if " after a collective: " in call["answers"][0]] == []
+    late = [call["answers"] for call in unclear if " after a collective: " in call["answers"][0]]
+    # Values of all ranks together can only be judged after they were exchanged, and then by all ranks alike.
+    assert [each for each in late if len(set(each)) > 1 or not each[0].startswith("ValueError ")] == []
     assert len(unclear) <= UNCLEAR * counts["calls"], json.dumps(unclear, indent=1)
 
 

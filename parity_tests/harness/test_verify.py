@@ -6,7 +6,7 @@ import torch
 
 from shardproof import scheme, values
 from shardproof.draw.drawing import meshes_left_out
-from shardproof.verification import VALUE_EXAMPLES
+from shardproof.verification import VALUE_EXAMPLES, NothingCompared
 
 
 def declared(function, **more):
@@ -173,3 +173,22 @@ def test_a_note_on_one_element_comes_from_a_larger_case():
         "a reduction is missing or repeated, or a mean divides by a local count (at "
     )
     assert len(report.notes["out"]) == 1
+
+
+def test_a_reference_of_large_numbers_that_cancel_compares_nothing():
+    """Its budget would accept three times the value, and zeros."""
+
+    def tripled(mesh, x):
+        return x * 3
+
+    assert not declared(tripled, reference=lambda x: 2.0 * x + (x - x)).verify(examples=2, tp=2).ok
+    declaration = declared(tripled, reference=lambda x: 2.0 * x + (1e12 * x - 1e12 * x))
+    with pytest.raises(NothingCompared, match=r"the budget of out is \S+ for values up to .*: zeros would be accepted"):
+        declaration.verify(examples=2, tp=2)
+
+
+def test_zeros_are_compared_where_zeros_are_right():
+    def nothing(mesh, x):
+        return x * 0
+
+    assert declared(nothing, reference=lambda x: (x + x) - 2.0 * x).verify(examples=2, tp=2).ok

@@ -172,12 +172,12 @@ REJECTED = [
     (lambda: mixer_of(chunk_size=0), "chunk_size=0 must be at least 1"),
     (lambda: mixer_of(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is not a range of steps; pass 0 <= low <= high"),
     (lambda: mixer_of(norm_eps=-1e-5), "norm_eps=-1e-05 must be at least 0"),
-    (lambda: mixer_of()(U), "input is [11, 5] without cu_seqlens; pass them, or [b, s, w]"),
+    (lambda: mixer_of()(U), "x is [11, 5] without cu_seqlens; pass them, or [b, s, w]"),
     (
         lambda: mixer_of()(U[None].expand(2, 11, 5), torch.tensor([0, 11])),
-        "input is [2, 11, 5] with cu_seqlens; one stream is [t, w] or [1, t, w]",
+        "x is [2, 11, 5] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
-    (lambda: mixer_of()(U[0]), "input is [5]; it is [b, s, w], or [t, w] with cu_seqlens"),
+    (lambda: mixer_of()(U[0]), "x is [5]; it is [b, s, w], or [t, w] with cu_seqlens"),
 ]
 
 

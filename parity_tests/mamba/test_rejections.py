@@ -89,11 +89,11 @@ REJECTED = [
     ),
     (
         lambda m: hidden_parallel_strategy(m).pre_conv_ssm(STREAM),
-        "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]",
+        "projected_states is [12, 32] without cu_seqlens; pass them, or [b, s, w]",
     ),
     (
         lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X, torch.tensor(CU)),
-        "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
+        "projected_states is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
     (lambda m: hidden_parallel_strategy(m)._slice_vector_param(torch.zeros(7)), "param is [7]; there are 4 heads"),
     (
@@ -121,10 +121,13 @@ PASSING = [
         "cu_seqlens[1] is 8, 12 in layout; pass the layout of this batch, or its offsets alone",
     ),
     (lambda m: state_passing_strategy(m).mix(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
-    (lambda m: state_passing_strategy(m).mix(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
+    (
+        lambda m: state_passing_strategy(m).mix(STREAM),
+        "projected_states is [12, 32] without cu_seqlens; pass them, or [b, s, w]",
+    ),
     (
         lambda m: state_passing_strategy(m).mix(X, torch.tensor(CU)),
-        "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
+        "projected_states is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
 ]
 OFFSETS = [  # real ones, the offsets of one rank, lengths that two ranks cannot share
@@ -228,7 +231,7 @@ def test_rows_of_other_dims_are_rejected_where_a_layout_is_set(strategy_of, shap
         strategy_of(mesh, layout=packed_as(mesh, [0, 24])).mix(torch.zeros(shape, dtype=torch.float64))
 
     assert {message.partition(": ")[2] for message in rejections_of(call)} == {
-        f"input is {list(shape)}; it is [b, s, w], or [t, w] with cu_seqlens"
+        f"projected_states is {list(shape)}; it is [b, s, w], or [t, w] with cu_seqlens"
     }
 
 
@@ -332,7 +335,7 @@ test_hidden_states_are_rejected_before_they_are_projected = rejected(
         (
             name,
             lambda mesh, strategy=strategy: mixed_without_lengths(mesh, strategy),
-            "mamba.Mamba2Mixer: input is [24, 5] without cu_seqlens; pass them, or [b, s, w]",
+            "mamba.Mamba2Mixer: x is [24, 5] without cu_seqlens; pass them, or [b, s, w]",
         )
         for name, strategy in {"no strategy": None, **STRATEGIES}.items()
     ],

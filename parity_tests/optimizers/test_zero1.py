@@ -317,11 +317,17 @@ def rejected(arguments, mesh):
 REJECTED = [
     ({"mesh": None}, "optimizers.Zero1: mesh is None; pass a torch DeviceMesh"),
     ({"optimizer": 3}, "optimizers.Zero1: optimizer=3 is an int; pass a function"),
-    ({"params": []}, "optimizers.Zero1: there are no parameters to step; pass the parameters of a model"),
-    ({"params": [3]}, "optimizers.Zero1: group 0 has an int; pass tensors"),
-    ({"params": [torch.zeros(2, dtype=torch.int64)]}, "group 0 has a parameter of torch.int64; pass floating ones"),
+    ({"params": []}, "optimizers.Zero1: params has no parameter to step; pass the parameters of a model"),
+    ({"params": [3]}, "optimizers.Zero1: group 0 of params has an int; pass tensors"),
+    (
+        {"params": [torch.zeros(2, dtype=torch.int64)]},
+        "params has a parameter of torch.int64; pass floating ones",
+    ),
     ({"params": [TWICE, TWICE]}, "optimizers.Zero1: a parameter is passed twice; pass each once, as"),
-    ({"params": "sharded"}, "optimizers.Zero1: group 0 has a DTensor; its state is sharded as it is, so step it"),
+    (
+        {"params": "sharded"},
+        "group 0 of params has a DTensor; its state is sharded as it is, so step it",
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Annotated, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from torch_impl.context_parallel.batch_te import te_batch
 from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, SeqDims, require_tensor
 from torch_impl.context_parallel.thd import PREFIXES, require_layout, slots_of_lengths
 from torch_impl.context_parallel.train_context import SequenceContext
-from torch_impl.contract import Rejected, contract
+from torch_impl.contract import Instance, Rejected, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import first, multiple_of
 
@@ -55,6 +55,7 @@ class BatchContext:
 
 
 Factory = Callable[[], AbstractContextManager[Any]]
+TrueOrFalse = Annotated[Any, Instance(bool, "pass True or False")]
 
 
 @overload
@@ -86,7 +87,7 @@ def make_cp_batch_and_ctx(
     device_mesh: NamedMesh | None,
     batch: Batch,
     loss_mask: OneTensor | None = None,
-    use_te: Any = False,
+    use_te: TrueOrFalse = False,
     padding_token_id: int = 0,
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,

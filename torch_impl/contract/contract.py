@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, overload
 
-from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, RelatedKind, Sizes
+from torch_impl.contract.kinds import BUILTIN, DEVICE, GRADIENT, INFERENCE, Instance, Kind, OneOf, RelatedKind, Sizes
 from torch_impl.contract.rejected import Rejected, of_argument, rejection
 
 P = ParamSpec("P")
@@ -43,6 +43,11 @@ class Contract:
     function: str
     arguments: tuple[Argument, ...]
     outputs: tuple[tuple[str, ...], ...]
+
+    @functools.cached_property
+    def communicates(self) -> bool:
+        """Whether a call is given a process group."""
+        return any(hasattr(each.kind, "axis") for each in self.arguments)
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -94,6 +99,13 @@ class Contract:
             problem: str | None = each.kind.problem(value)
             if problem is not None:
                 raise rejection(of_argument(each.name, problem))
+        if self.communicates and DEVICE in sizes:
+            device, name = sizes[DEVICE]
+            if device.type == "meta":
+                raise rejection(f"{name} is on meta, without values to communicate; pass a tensor with values")
+        if INFERENCE in sizes and GRADIENT in sizes:
+            (_, name), (_, other) = sizes[INFERENCE], sizes[GRADIENT]
+            raise rejection(f"{name} was made in inference mode but {other} requires a gradient; pass {name}.clone()")
 
 
 @overload
@@ -205,7 +217,15 @@ def _kind_of_member(member: Any) -> Kind | RelatedKind | None:
         return next((extra for extra in member.__metadata__ if isinstance(extra, (Kind, RelatedKind))), None)
     if get_origin(member) is Literal:
         return OneOf(get_args(member))
-    return BUILTIN.get(member) if isinstance(member, type) else None
+    return _of_class(member) if isinstance(member, type) else None
+
+
+def _of_class(member: type) -> Kind | None:
+    """The kind of a plain type: a builtin one, or an instance of a class of this package that is no Protocol."""
+    is_ours = member.__module__.partition(".")[0] == __name__.partition(".")[0]
+    if is_ours and not getattr(member, "_is_protocol", False):
+        return Instance(member, f"pass a {member.__name__}", shows_value=False)
+    return BUILTIN.get(member)
 
 
 def _members(annotation: Any) -> Iterator[Any]:

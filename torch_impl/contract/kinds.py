@@ -19,6 +19,9 @@ from torch_impl.contract.rejected import TypeProblem, of_argument, rejection
 # Sizes by dim as written ("s", "v/tp"), each with the name of the argument that set it; the leading dims under "...". A
 # number that a later argument is compared with is stored under its argument's name ("vocab_start_index").
 Sizes = dict[str, tuple[Any, str]]
+LARGEST = 2**63 - 1  # of torch's integers
+# Keys beside dims, whose names have no blank: the device of the tensors; one that autograd cannot save; one it follows.
+DEVICE, INFERENCE, GRADIENT = " device", " inference", " gradient"
 
 
 @runtime_checkable
@@ -71,9 +74,8 @@ def type_name(value: object) -> str:
 class Number:
     """A number in a range; `remedy` ends the message.
 
-    Infinity and NaN are rejected, and so is a number that no float can represent, unless it is an `integer`. Any real
-    type is accepted, such as numpy's float32. Python would compute in that type's precision, so functions convert the
-    number with `float`.
+    Infinity, NaN and integers that torch cannot represent are rejected. Any real type is accepted, such as numpy's
+    float32. Python would compute in that type's precision, so functions convert the number with `float`.
     """
 
     low: int | float = -math.inf
@@ -90,10 +92,19 @@ class Number:
             return TypeProblem(f"={value!r} is {type_name(value)}; pass a number{self.remedy}")
         if not (self.integer or _is_symbolic(value) or _is_finite(value)):
             return f"={value} must be finite{self.remedy}"
+        if (problem := too_large(value)) is not None:
+            return f"{problem}{self.remedy}"
         if not (value > self.low if self.above else value >= self.low):
             rule = "be positive" if self.above and self.low == 0 else f"be at least {self.low:g}"
             return f"={value} must {rule}{self.remedy}"
         return None
+
+
+def too_large(value: Any) -> str | None:
+    """The problem of an integer that torch cannot represent; None for any other number."""
+    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        return f"={value} is beyond torch's integers; pass at most 2**63 - 1"
+    return None
 
 
 def _is_int(value: Any) -> bool:

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.contract.kinds import Instance, ListOf, Sizes, type_name
+from torch_impl.contract.kinds import DEVICE, GRADIENT, INFERENCE, Instance, ListOf, Sizes, type_name
 from torch_impl.contract.rejected import TypeProblem
 
 LEADING = "..."
-DEVICE = " device"  # in Sizes, beside dims, whose names have no blank
 
 
 def dtype_name(x: Tensor) -> str:
@@ -120,6 +119,11 @@ class TensorKind:
         device, setter = sizes.setdefault(DEVICE, (value.device, name))
         if device != value.device:
             return f"{name} is on {value.device} but {setter} on {device}; pass one device"
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if value.is_inference():
+                sizes.setdefault(INFERENCE, (True, name))
+            if value.requires_grad:
+                sizes.setdefault(GRADIENT, (True, name))
         # 2. The number of dims.
         n_dims = len(self.dims)
         if value.ndim < n_dims or (value.ndim > n_dims and not (self.has_leading or self.has_trailing)):
@@ -190,6 +194,20 @@ class GroupsKind(ListOf):
 
 
 @dataclass(frozen=True)
+class DeviceKind:
+    """A device, or its name or number."""
+
+    def problem(self, value: Any) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, (torch.device, str, int)):
+            return TypeProblem(f" is {type_name(value)}; pass a torch.device")
+        try:
+            torch.device(value)
+        except RuntimeError:
+            return f"={value!r} is no device here; pass a torch.device, such as torch.device('cpu')"
+        return None
+
+
+@dataclass(frozen=True)
 class _TensorAnnotation:
     """Implements `Sharded[Tensor, "b s v/tp"]` for one class of dtypes; several specs are alternative routes."""
 
@@ -230,5 +248,5 @@ Groups = Annotated[
 ]
 Module = Annotated[nn.Module, Instance(nn.Module, "pass a torch.nn.Module", shows_value=False)]
 Dtype = Annotated[torch.dtype, Instance(torch.dtype, "pass a torch.dtype")]
-Device = Annotated[torch.device, Instance((torch.device, str), "pass a torch.device", shows_value=False)]
+Device = Annotated[torch.device, DeviceKind()]
 Mesh = Annotated[DeviceMesh, Instance(DeviceMesh, "pass a torch DeviceMesh", shows_value=False)]

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import all_reduce_sum
-from torch_impl.contract import Group, PositiveInt, Sharded, ShardedInt, contract
+from torch_impl.contract import Group, PositiveInt, Rejected, Sharded, ShardedInt, contract
 from torch_impl.contract.derivatives import first_derivative_only
 
 
@@ -133,6 +133,8 @@ def z_loss(
     Errors: TypeError for a wrong type; ValueError for shapes that do not fit, and for an int `tokens` below 1.
     Source: arXiv 2202.08906.
     """
+    if not logits.shape[-1]:
+        raise Rejected(f"logits is {list(logits.shape)}; pass the logits of one expert or more")
     wide = logits.to(accumulator(logits.dtype))
     is_token = None if experts is None else _is_token(experts, logits.shape[-1])
     if is_token is not None:

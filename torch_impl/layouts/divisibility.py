@@ -81,9 +81,9 @@ def length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequ
 def rank_problem(cp_size: int, cp_rank: int) -> str | None:
     """Why `cp_rank` or `cp_size` is invalid, or None."""
     if cp_size < 1:
-        return f"cp={cp_size} is not a number of ranks; it is 1 or more"
+        return f"cp_size={cp_size} is not a number of ranks; it is 1 or more"
     if not 0 <= cp_rank < cp_size:
-        return f"cp_rank={cp_rank} is not in cp={cp_size}; ranks are 0 to {cp_size - 1}"
+        return f"cp_rank={cp_rank} is not in cp_size={cp_size}; ranks are 0 to {cp_size - 1}"
     return None
 
 

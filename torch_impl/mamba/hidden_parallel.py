@@ -85,7 +85,7 @@ class MambaContextParallel(MixerStrategy):
                 offsets; TypeError for an unsupported dtype.
         """
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
-        tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size, layout)
+        tokens = self._token_layout("projected_states", projected_states, cu_seqlens, self.cp_size, layout)
         return self._heads_for_tokens(projected_states, cu_seqlens, tokens)
 
     def _heads_for_tokens(self, projected: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout) -> Tensor:
@@ -125,7 +125,7 @@ class MambaContextParallel(MixerStrategy):
         """
         heads = f"{self.num_heads_local} of {self.sizes.num_heads} heads have"
         self._check_columns("output", output, self.local.inner, heads)
-        tokens = self._token_layout(output, cu_seqlens, 1, layout)
+        tokens = self._token_layout("output", output, cu_seqlens, 1, layout)
         return self._tokens_for_heads(output, cu_seqlens, tokens)
 
     def _tokens_for_heads(self, output: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout) -> Tensor:
@@ -154,7 +154,8 @@ class MambaContextParallel(MixerStrategy):
         """
         parameters = self.ssm_parameters()  # first, to reject a sharded parameter before any collective
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
-        tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)
+        self._check_device("projected_states", projected_states, parameters.A_log)
+        tokens = self._token_layout("projected_states", projected_states, cu_seqlens, self.cp_size)
         # 1. All tokens of this rank's heads, in the order of the sequence.
         local = self._heads_for_tokens(projected_states, cu_seqlens, tokens)
         rows = as_rows(local)

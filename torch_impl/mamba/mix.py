@@ -121,20 +121,20 @@ def mixer_sizes(num_heads: int, head_dim: int, n_groups: int, d_state: int) -> M
     return MambaSizes(index(num_heads), index(head_dim), index(n_groups), index(d_state))
 
 
-def check_dims(x: Tensor) -> None:
-    """ValueError unless x is [b, s, w] or [t, w]."""
+def check_dims(name: str, x: Tensor) -> None:
+    """ValueError unless x, the argument `name`, is [b, s, w] or [t, w]."""
     if x.ndim not in (2, 3):
-        raise Rejected(f"input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
+        raise Rejected(f"{name} is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
 
 
-def check_stream(x: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_stream(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """ValueError unless x is [b, s, w], one sequence per row, or a stream [t, w] or [1, t, w] with `cu_seqlens`."""
-    check_dims(x)
+    check_dims(name, x)
     is_stream = x.ndim == 2 or len(x) == 1
     if (cu_seqlens is None and x.ndim == 2) or (cu_seqlens is not None and not is_stream):
         rule = "without cu_seqlens; pass them, or [b, s, w]"
         if cu_seqlens is not None:
             rule = "with cu_seqlens; one stream is [t, w] or [1, t, w]"
-        raise Rejected(f"input is {list(x.shape)} {rule}")
+        raise Rejected(f"{name} is {list(x.shape)} {rule}")
     if cu_seqlens is not None:
         check_offset_tensor("cu_seqlens", cu_seqlens)

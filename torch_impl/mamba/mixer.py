@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Dtype, NonNegative, PositiveInt, Rejected, Sharded, contract, dtype_name
+from torch_impl.contract import (
+    Device,
+    Dtype,
+    Instance,
+    NonNegative,
+    PositiveInt,
+    Rejected,
+    Sharded,
+    contract,
+    dtype_name,
+)
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mix import SsmParameters, check_stream, mix_columns, mixer_sizes
 
@@ -46,6 +56,9 @@ class GroupedNorm(nn.Module):
         parts = y.to(accumulator(y.dtype)).unflatten(-1, (self.groups, -1))
         normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
         return (normed.flatten(-2) * self.weight).to(y.dtype)
+
+
+StrategyOf = Annotated[Callable[["Mamba2Mixer"], Strategy], Instance(Callable, "pass a function", shows_value=False)]
 
 
 class Mamba2Mixer(nn.Module):
@@ -86,8 +99,8 @@ class Mamba2Mixer(nn.Module):
         norm_eps: NonNegative = 1e-5,
         norm_groups: PositiveInt | None = None,
         dt_limit: tuple[float, float] = (0.0, math.inf),
-        context_parallel: Callable[[Mamba2Mixer], Strategy] | None = None,
-        device: torch.device | str | int | None = None,
+        context_parallel: StrategyOf | None = None,
+        device: Device | None = None,
         dtype: Dtype | None = None,
     ) -> None:
         super().__init__()
@@ -133,7 +146,7 @@ class Mamba2Mixer(nn.Module):
         strategy = self.context_parallel
         # A strategy with a fixed TokenLayout needs no offsets, and validates its input itself.
         if strategy is None or isinstance(getattr(strategy, "layout", None), str):
-            check_stream(x, cu_seqlens)
+            check_stream("x", x, cu_seqlens)
         mix = self._mix if strategy is None else strategy.mix
         return self.out_proj(self.norm(mix(self._project_in(x), cu_seqlens)))
 
@@ -146,7 +159,7 @@ class Mamba2Mixer(nn.Module):
         Errors: ValueError for offsets that do not rise from 0 to t, [t, w] without them, [b, s, w] with them and b > 1;
                 TypeError for an unsupported dtype.
         """
-        check_stream(projected_states, cu_seqlens)
+        check_stream("projected_states", projected_states, cu_seqlens)
         return self._mix(projected_states, cu_seqlens)
 
     def _mix(self, projected_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -168,6 +181,10 @@ class Mamba2Mixer(nn.Module):
             return self.in_proj(x)
         except RuntimeError as error:
             weight = getattr(self.in_proj, "weight", x)
+            if weight.device != x.device:
+                raise Rejected(f"x is on {x.device}, in_proj.weight on {weight.device}; pass one device") from error
+            if x.is_inference():
+                raise Rejected("x was made in inference mode, and its gradient is asked for; pass x.clone()") from error
             if weight.dtype == x.dtype or "dtype" not in str(error):
                 raise
             raise Rejected(

@@ -47,6 +47,9 @@ def chunked_scan(
     """
     if not B.shape[2] or x.shape[2] % B.shape[2]:
         raise Rejected(f"num_heads={x.shape[2]} must be divisible by n_groups={B.shape[2]}")
+    h, p = x.shape[2:]
+    if D is not None and D.numel() not in (h, h * p):
+        raise Rejected(f"D is {list(D.shape)}; pass [h] or [h, p], [{h}] or [{h}, {p}]")
     return scan(x, dt, A, B, C, D, chunk_size, seq_idx, initial_states)
 
 

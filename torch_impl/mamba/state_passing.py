@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator, all_gather, large_tensors, no_autocast
-from torch_impl.contract import PositiveInt, Rejected, Sharded, contract
+from torch_impl.contract import PositiveInt, Sharded, contract
 from torch_impl.mamba.convolution_halo import convolution_with_halo
 from torch_impl.mamba.mix import SsmParameters, decays, gate, steps
 from torch_impl.mamba.scan import _log_decays, scan
@@ -76,11 +76,8 @@ class MambaStatePassing(MixerStrategy):
                 offsets, another device than the weights'; TypeError for an unsupported dtype.
         """
         self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
-        if projected_states.device != (device := self.get_A_log().device):
-            raise Rejected(
-                f"projected_states is on {projected_states.device} but the weights on {device}; pass one device"
-            )
-        tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)
+        self._check_device("projected_states", projected_states, self.get_A_log())
+        tokens = self._token_layout("projected_states", projected_states, cu_seqlens, self.cp_size)
         if not tokens.total:
             return projected_states[..., : self.sizes.inner]
         parameters = self.ssm_parameters()

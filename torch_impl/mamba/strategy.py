@@ -135,10 +135,14 @@ class MixerStrategy:
         if x.shape[-1] != columns:
             raise Rejected(f"{name} is {list(x.shape)}; {owner} {columns} columns")
 
+    def _check_device(self, name: str, x: Tensor, weight: Tensor) -> None:
+        if x.device != weight.device:
+            raise Rejected(f"{name} is on {x.device} but the weights on {weight.device}; pass one device")
+
     def _token_layout(
-        self, x: Tensor, cu_seqlens: Tensor | None, ranks: int, layout: str | TokenLayout | None = None
+        self, name: str, x: Tensor, cu_seqlens: Tensor | None, ranks: int, layout: str | TokenLayout | None = None
     ) -> TokenLayout:
-        """The layout of a batch; x is one of its `ranks` equal shards.
+        """The layout of a batch; x, the argument `name`, is one of its `ranks` equal shards.
 
         Cost:   one host read of the offsets.
         Errors: ValueError for a layout with other tokens, sequences or ranks, or with unequal shards; for offsets that
@@ -146,9 +150,9 @@ class MixerStrategy:
         """
         # 1. x is a batch or a stream. A stream needs offsets, unless a TokenLayout has them.
         order = self.layout if layout is None else layout
-        check_dims(x)
+        check_dims(name, x)
         if cu_seqlens is not None or isinstance(order, str):
-            check_stream(x, cu_seqlens)
+            check_stream(name, x, cu_seqlens)
         # 2. The tokens of all ranks.
         return batch_layout(order, x.shape[-2] * ranks, cu_seqlens, self.cp_group, x.device)
 

@@ -93,6 +93,8 @@ def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayou
     """
     if not isinstance(offsets, Tensor):
         raise Rejected(f"offsets is a {type(offsets).__name__}; pass a TokenLayout or its offsets", TypeError)
+    if offsets.layout is not torch.strided or offsets.is_nested:
+        raise Rejected("offsets is no dense tensor; pass [1, 2, q] for one stream", TypeError)
     if offsets.ndim != 3 or offsets.shape[:2] != (1, 2):
         raise Rejected(f"offsets is {list(offsets.shape)}; pass [1, 2, q] for one stream")
     padded, real = offsets[0].unbind()

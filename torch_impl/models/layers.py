@@ -233,6 +233,9 @@ class MambaLayer(nn.Module):
 
     @contract
     def forward(self, x: Sharded[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
+        weight = self.input_layernorm.weight
+        if x.shape[-1] != len(weight) or x.device != weight.device:
+            raise Rejected(f"x is {list(x.shape)} on {x.device}; pass [b, s, {len(weight)}] on {weight.device}")
         _check_layout(layout, self.order, len(x))
         # Several rows are one sequence each; one row is a packed stream with the layout's documents.
         cu_seqlens = layout.cu_padded if len(x) == 1 else None

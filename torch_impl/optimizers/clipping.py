@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Rejected, Sharded, TypeProblem, contract
+from torch_impl.contract.kinds import too_large
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_; it keeps a zero gradient zero
 ShardingGroups = Callable[[Tensor], Sequence[ProcessGroup]]
@@ -46,7 +47,7 @@ class _NumberOrInfinity:
         if not (number > 0 if self.above else number >= 0):
             rule = "be positive" if self.above else "be at least 0"
             return f"={value} must {rule}; {self.remedy}"
-        return None
+        return too_large(value)
 
 
 NormType = Annotated[float, _NumberOrInfinity(above=True, remedy="pass 1.0, 2.0 or math.inf")]

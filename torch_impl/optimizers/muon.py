@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Dtype, Instance, NonNegative, PositiveInt, Rejected, contract
+from torch_impl.contract import Dtype, NonNegative, PositiveInt, Rejected, contract
 from torch_impl.optimizers.dtensor_shards import chunk_lengths, local_tensor
 from torch_impl.optimizers.newton_schulz import (
     STEPS,
@@ -35,9 +35,9 @@ from torch_impl.optimizers.newton_schulz import (
     orthogonalized_by_owners,
     orthogonalized_in_shards,
 )
+from torch_impl.optimizers.parameters import Parameters
 
 RMS = 0.2  # an update's root mean square, about AdamW's; an orthogonal matrix [m, n] has 1 / sqrt(max(m, n))
-Parameters = Annotated[Any, Instance(Iterable, "pass tensors or parameter groups", shows_value=False)]
 
 
 class Muon(torch.optim.Optimizer):

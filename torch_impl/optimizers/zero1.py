@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
 from torch_impl.contract import Dtype, Function, Mesh, Rejected, contract, type_name
 from torch_impl.optimizers.dtensor_shards import chunk_lengths, local_tensor
+from torch_impl.optimizers.parameters import Parameters
 
 
 class Zero1:
@@ -53,7 +54,7 @@ class Zero1:
     """
 
     @contract
-    def __init__(self, params: Any, optimizer: Function, mesh: Mesh, *, dtype: Dtype | None = None) -> None:
+    def __init__(self, params: Parameters, optimizer: Function, mesh: Mesh, *, dtype: Dtype | None = None) -> None:
         if mesh.ndim != 1:
             raise Rejected(f"mesh has {mesh.ndim} axes; pass one of them, such as mesh['dp']")
         groups = _as_groups(params)
@@ -123,7 +124,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     listed = list(params)
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     groups = [{**each, "params": list(each["params"])} for each in groups]
-    labelled = [(f"group {i}", each) for i, group in enumerate(groups) for each in group["params"]]
+    labelled = [(f"group {i} of params", each) for i, group in enumerate(groups) for each in group["params"]]
     for label, each in labelled:
         if not isinstance(each, Tensor):
             raise Rejected(f"{label} has {type_name(each)}; pass tensors", TypeError)
@@ -138,7 +139,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
         raise Rejected("a parameter is passed twice; pass each once, as model.parameters() gives")
     groups = [{**group, "params": [each for each in group["params"] if each.requires_grad]} for group in groups]
     if not any(group["params"] for group in groups):
-        raise Rejected("there are no parameters to step; pass the parameters of a model")
+        raise Rejected("params has no parameter to step; pass the parameters of a model")
     return groups
 
 

@@ -12,6 +12,8 @@ from torch.distributed.pipelining import PipelineStage, _utils, schedules
 
 from torch_impl.pipelining.order import Order
 
+SCHEDULES = getattr(schedules, "_PipelineSchedule", object)  # the base of torch's schedules
+
 
 def of_torch(owner: Any, name: str) -> Any:
     """Look up an attribute of torch. Errors: RuntimeError with its name and torch's version if it is missing."""

@@ -17,6 +17,7 @@ from torch_impl.contract import (
     Instance,
     Mesh,
     Module,
+    Names,
     PositiveInt,
     Rejected,
     contract,
@@ -55,14 +56,14 @@ ParallelizeFn = Annotated[ParallelizeFnProtocol, Instance(ParallelizeFnProtocol,
 def pipeline_model(
     model: Module,
     world_mesh: Mesh,
-    moe_mesh: DeviceMesh | None,
+    moe_mesh: Mesh | None,
     *,
     pp_axis_name: str,
-    dp_axis_names: tuple[str, ...],
+    dp_axis_names: Names,
     cp_axis_name: str | None = None,
     tp_axis_name: str | None = None,
     ep_axis_name: str | None = None,
-    ep_shard_axis_names: tuple[str, ...] | None = None,
+    ep_shard_axis_names: Names | None = None,
     layers_per_stage: PositiveInt | None,
     pipeline_parallel_schedule_csv: str | None,
     pipeline_parallel_schedule: str | None,
@@ -98,7 +99,7 @@ def pipeline_model(
             TypeError for a `parallelize_fn` that returns neither None nor a module.
     """
     # 1. Validate everything that does not need the stages.
-    axes = {"dp_axis_names": dp_axis_names, "cp_axis_name": cp_axis_name, "tp_axis_name": tp_axis_name}
+    axes = {"dp_axis_names": tuple(dp_axis_names), "cp_axis_name": cp_axis_name, "tp_axis_name": tp_axis_name}
     for problem in _axis_problems(world_mesh, pp_axis_name, axes):
         raise Rejected(problem)
     if reduce_grad_per_microbatch and patch_stage_backward_maybe_with_nosync:
@@ -131,7 +132,8 @@ def pipeline_model(
         round_to_pp_multiple,
     )
     if parallelize_fn is not None:
-        names = axes | dict(ep_axis_name=ep_axis_name, ep_shard_axis_names=ep_shard_axis_names)
+        shard_names = None if ep_shard_axis_names is None else tuple(ep_shard_axis_names)
+        names = axes | {"ep_axis_name": ep_axis_name, "ep_shard_axis_names": shard_names}
         parts = [_parallelize(parallelize_fn, part, world_mesh, moe_mesh, names) for part in parts]
         for stage, part in zip(stages, parts, strict=True):
             # If the function returned another module, the stage must run it.

@@ -11,8 +11,16 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.contract import Dtype, Instance, ListOf, PositiveInt, Rejected, contract
-from torch_impl.pipelining._torch_compat import forget_shapes, of_torch, output_dtype_of, set_static_shapes, stages_of
+from torch_impl.pipelining._torch_compat import (
+    SCHEDULES,
+    forget_shapes,
+    of_torch,
+    output_dtype_of,
+    set_static_shapes,
+    stages_of,
+)
 
+Schedule = Annotated[Any, Instance(SCHEDULES, "pass what pipeline_model returns", shows_value=False)]
 Stages = Annotated[
     list[PipelineStage],
     ListOf(
@@ -39,7 +47,8 @@ def _size(config: Any, field: str) -> int:
         value = getattr(getattr(config, "text_config", None), field, None)
     if value is None:
         raise ValueError(
-            f"Cannot determine {field} from {name}: neither {name}.{field} nor {name}.text_config.{field} is set"
+            f"Cannot determine {field} from {name}: neither {name}.{field} nor {name}.text_config.{field} is set; "
+            f"pass a model_config with {field}"
         )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"Cannot determine {field} from {name}: {field}={value!r} must be a positive int")
@@ -94,7 +103,7 @@ def set_shapes(
 
 @contract
 def reset_pp_stage_shapes(
-    schedule: Any,
+    schedule: Schedule,
     stages: Stages,
     model_config: Any,
     microbatch_size: PositiveInt,

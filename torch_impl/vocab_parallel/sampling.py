@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import large_tensors
 from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, Sizes, TypeProblem, contract, of_argument
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.contract.kinds import too_large
 from torch_impl.vocab_parallel import fused_logprob, statistics
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, keep_first, limits_of, ordinals
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, id_cotangents, write_gradient
@@ -39,7 +40,7 @@ class _TopKKind:
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, Integral) and not isinstance(value, bool):
-            return None
+            return too_large(value)
         return TypeProblem(f"={value!r} must be an integer (None turns it off)")
 
 

@@ -186,6 +186,8 @@ def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
     try:
         case = draw_case(declared, seeded_chooser(0), {"tp": world}, seed=0, engine=engine)
         report = verify_case(declared, case, quiet_s=QUIET_S)
+    except NotRun:
+        raise  # says nothing about this kind
     except (Exception, SystemExit) as error:
         return "not judged", sentence_of(error)[1]
     if report.failure is not None:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.evidence.failures import page
-from parity_tests.evidence.failures.cells import Cell, bodies, cells
+from parity_tests.evidence.failures.cells import Cell, _answer, bodies, cells
+from shardproof import verify_one_case
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
+from shardproof.engines.failure import NotRun
 
 
 @pytest.mark.slow
@@ -33,6 +35,15 @@ def test_a_few_cells() -> None:
 def test_a_wrong_return_value_needs_the_rank_alone() -> None:
     assert Cell("returns_none", "raised", "rank 1 returned NoneType", 0.1).lacks == []
     assert Cell("raises", "raised", "rank 1 raised KeyError at a.py:3", 0.1).lacks == ["operation"]
+
+
+def test_a_kind_that_could_not_run_has_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: Any, **__: Any) -> None:
+        raise NotRun("a rank still hangs")
+
+    monkeypatch.setattr(verify_one_case, "verify_case", hangs)
+    with pytest.raises(NotRun):
+        _answer("lockstep", 2, "returns_none")
 
 
 # Kinds on which engines used to disagree, and their causes on lockstep and on gloo.

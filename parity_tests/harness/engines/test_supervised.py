@@ -145,6 +145,50 @@ def test_a_process_that_cannot_watch_itself_is_watched(body, sentence, tmp_path)
     assert re.fullmatch(rf"shardproof: the process of the command {sentence} at command.py:{line}\n", err)
 
 
+def short(body):
+    """A command for which no process may wait longer than 2 s in a scheme."""
+    indented = body.replace("\n", "\n    ")
+    imports = "import contextlib, subprocess\nsupervised_module.IDLE_S = 2.0\n"
+    return f"{HEAD}{imports}def call():\n    {indented}\n\nsys.exit(supervised(call))\n"
+
+
+def test_a_scheme_that_waits_for_ever_costs_its_own_verdict(tmp_path):
+    source = short("""why = journal.current.sentence('first')
+if why is not None:
+    print(why)
+    return 4
+journal.current.begin('first')
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()""")
+    status, out, err = ended(started(source, tmp_path))
+    line = max(number for number, text in enumerate(source.splitlines(), 1) if "lock.acquire()" in text)
+    waited = r"the process of the command has waited for \d+ s, in which none of its processes computed"
+    assert (status, err) == (4, "")
+    assert re.fullmatch(rf"{waited} at command.py:{line}\n", out)
+
+
+GOES_ON = {
+    "computes": """journal.current.begin('first')
+end = time.monotonic() + 5
+while time.monotonic() < end:
+    pass""",
+    "a process of it computes": """journal.current.begin('first')
+with contextlib.suppress(subprocess.TimeoutExpired):
+    subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=5)""",
+    "is in no scheme": "time.sleep(5)",
+    "may wait longer in a run": """supervised_module.words.limit_runs(60.0)
+journal.current.begin('first')
+time.sleep(5)""",
+}
+
+
+@pytest.mark.fast_values(1)
+@pytest.mark.parametrize("how", GOES_ON)
+def test_a_process_that_does_not_wait_for_ever_goes_on(how):
+    assert ended(python(short(GOES_ON[how]))) == (0, "", "")
+
+
 def test_a_process_that_is_continued_in_time_goes_on():
     call = "def call():\n    print(os.getpid(), flush=True)\n    time.sleep(4)"
     process = python(f"{HEAD}\n{call}\nsys.exit(supervised(call))")
@@ -215,6 +259,12 @@ def test_a_signal_that_is_ignored_asks_for_nothing():
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGHUP)
     assert ended(process)[::2] == (0, "")
+
+
+def test_a_parent_that_ignores_ended_children_costs_no_status():
+    call = "def call():\n    return 5\n"
+    process = python(f"{HEAD}\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n{call}sys.exit(supervised(call))")
+    assert ended(process) == (5, "", "")
 
 
 def test_an_internal_error_has_a_status_of_its_own():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 FILES = ("scheme_*.py", "*_scheme.py")  # besides files named on the command line
+OF_A_SCHEME = "@scheme"
 ENGINES = ("lockstep", "gloo", "nccl")
 
 
@@ -49,7 +50,13 @@ def _has_schemes(file: Path, parent: pytest.Collector) -> bool:
         return False
     is_of_tests = any(file.match(pattern) for pattern in parent.config.getini("python_files"))
     is_named = parent.session.isinitpath(file) or any(file.match(pattern) for pattern in FILES)
-    return not is_of_tests and is_named and "@scheme" in file.read_text(errors="replace")
+    return not is_of_tests and is_named and _mentions_schemes(file)
+
+
+def _mentions_schemes(file: Path) -> bool:
+    """Whether a file may declare schemes, in any spelling: `@scheme`, `@shardproof.scheme`, `@sp.scheme`, a call."""
+    text = file.read_text(errors="replace")
+    return OF_A_SCHEME in text or "shardproof" in text
 
 
 class ModuleOfSchemes(pytest.Module):
@@ -70,11 +77,13 @@ class SchemeFile(pytest.File):
     """A file that declares schemes."""
 
     def collect(self) -> Iterator[SchemeTest]:
-        from shardproof.declare.discover import UnusableTarget, declarations_of_file
+        from shardproof.declare.discover import NoScheme, UnusableTarget, declarations_of_file
 
         try:
             schemes = declarations_of_file(str(self.path))
         except UnusableTarget as reason:
+            if isinstance(reason, NoScheme) and OF_A_SCHEME not in self.path.read_text(errors="replace"):
+                return  # it only uses the package
             raise self.CollectError(str(reason)) from None
         for scheme in schemes:
             yield SchemeTest.from_parent(self, name=scheme.name, scheme=scheme)

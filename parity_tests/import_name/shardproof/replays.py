@@ -13,7 +13,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.discover import TABLE
 from shardproof.draw import recorded
 from shardproof.draw.size_choices import free_dims
-from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
+from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED, NotJudged
 from shardproof.engines.supervised import supervised
 from shardproof.report.guard import guarded
 from shardproof.report.out_path import naming
@@ -159,11 +159,15 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
     beside = Path(replay_path).parent / Path(source).name
     if not Path(source).is_file() and beside.is_file():  # both files were moved, or sent to somebody
         source = str(beside)
-    for candidate in declarations_of_file(source):
-        if candidate.name == name:
-            if isinstance(candidate, (FailedDeclaration, FailedImport)):
+    declarations = declarations_of_file(source)
+    for candidate in declarations:
+        if candidate.name == name and not isinstance(candidate, FailedImport):
+            if isinstance(candidate, FailedDeclaration):
                 raise ValueError(candidate.sentence)
             return candidate
+    for candidate in declarations:
+        if isinstance(candidate, FailedImport):  # it exits, or has ended an earlier process of this command
+            raise NotJudged(candidate.sentence, candidate.status)
     raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
 
 

@@ -52,6 +52,7 @@ from shardproof.experiments.simplest_choices import SimplestCase
 from shardproof.experiments.smallest import shrink
 from shardproof.experiments.special_values import name_values_to_avoid
 from shardproof.experiments.undecided import verify_or_undecided
+from shardproof.judge.compare import TensorComparison
 from shardproof.judge.reference import CLOCK
 from shardproof.replays import write_replay
 from shardproof.report.guard import sentence_of
@@ -61,6 +62,7 @@ from shardproof.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
 FAILS = "fails; shrinking"
+SIGNIFICANT = 1e-8  # of a budget, above which a value is more than the rounding of the reference's float64
 
 
 VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
@@ -68,7 +70,7 @@ MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
 class NothingCompared(ValueError):
-    """All tensors were empty in every example, or one tensor's reference was always NaN."""
+    """All tensors were empty, or below their budgets, in every example, or one tensor's reference was always NaN."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _case_of_each_mesh_and_dtype(
 
 
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
-    """Errors: NothingCompared if every tensor is empty, or if the reference of one is always NaN.
+    """Errors: NothingCompared if every tensor is empty or below its budget, or if the reference of one is always NaN.
 
     A result of NaN passes where the reference is NaN; this is evidence only if infinities were drawn.
     """
@@ -259,6 +261,26 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
                 f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(references[0][1])}; "
                 "nothing of it was compared: correct the reference, or draw values that it is defined for"
             )
+    _check_power(scheme, [tensor for report in reports for tensor in report.tensors if tensor.want.size])
+
+
+def _check_power(scheme: Declared, tensors: Sequence[TensorComparison]) -> None:
+    """NothingCompared if every value of every tensor is smaller than its budget, so that zeros would be right too.
+
+    A value that is 0 but for the rounding of the reference's float64 is an exception: zeros are right.
+    """
+    largest = {}
+    for tensor in tensors:
+        size, budget = np.abs(tensor.want), tensor.element_budgets
+        if not (np.isfinite(size) & np.isfinite(budget) & (size <= budget)).all():
+            return
+        if size.max() > SIGNIFICANT * budget.max():
+            largest[tensor.label] = f"{budget.max():.1e} for values up to {size.max():.1e}"
+    for label, text in largest.items():
+        raise NothingCompared(
+            f"scheme '{scheme.name}': the budget of {label} is {text}, and no tensor has a budget below its values: "
+            "zeros would be accepted too; write the reference without large numbers that cancel"
+        )
 
 
 def _ends(report: Report) -> bool:

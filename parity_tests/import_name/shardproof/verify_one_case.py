@@ -26,7 +26,7 @@ from shardproof.engines.program import Program
 from shardproof.explain.clues import explain
 from shardproof.explain.collect_evidence import collect_evidence
 from shardproof.explain.note import Note
-from shardproof.judge import compare, side_checks
+from shardproof.judge import compare, own_functions, side_checks
 from shardproof.judge.reference import Reference, check_repeats, evaluate, undefined_gradients
 from shardproof.report.report import Report
 
@@ -75,6 +75,7 @@ def verify_case(
             **source,
         )
     # 3. Compare values and gradients, then the ledgers.
+    own_functions.check()
     tensors = compare.compare(scheme, case, ranks.results, reference)
     if not all(tensor.ok for tensor in tensors if tensor.role == "gradient"):
         undefined = undefined_gradients(scheme, program, case, reference)

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from parity_tests import warm_python
 from shardproof.engines.ledger import LedgerRow
+from shardproof.engines.processes import traces
 from shardproof.engines.processes.root_cause import DIED, RUNNING
 from shardproof.engines.processes.status_table import StatusTable
 from shardproof.engines.processes.traces import Traces
@@ -70,3 +72,17 @@ def test_a_rank_that_has_left_by_itself_did_not_die(tmp_path: Path) -> None:
     assert Traces(tmp_path, 1).is_running
     Traces(tmp_path, 1).leave()
     assert Traces(tmp_path, 1).pid is None
+
+
+def test_the_folder_of_a_job_whose_ranks_all_died_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as agent:
+        agent.wait()
+    running, left = Path(traces.folder_of_job(os.getpid())), Path(traces.folder_of_job(agent.pid))
+    (left / "status").write_text("a")
+    another = tmp_path / left.name.replace(traces.PREFIX, f"{traces.PREFIX}of_another_host_")
+    another.mkdir()
+    now = Path(traces.folder_of_job(os.getpid()))
+    assert sorted(tmp_path.iterdir()) == sorted([running, another, now])

@@ -34,6 +34,7 @@ from shardproof.draw import profiles, size_choices
 from shardproof.endings import journal
 from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from shardproof.endings.raised import pass_interrupt
+from shardproof.engines import supervised
 from shardproof.engines.engines import limited
 from shardproof.engines.failure import NotRun
 from shardproof.engines.processes.rank_warnings import without_repeats
@@ -142,6 +143,8 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
         _check_flags(schemes[0], options)
         if journal.current is not None and not any(options.files.values()):
             journal.current.alone()
+    if supervised.words is not None and options.timeout is not None:
+        supervised.words.limit_runs(options.timeout)
     limits = profiles.in_force(options.profile), limited(options.timeout)
     with limits[0], limits[1], without_repeats(), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))

@@ -86,6 +86,10 @@ class UnusableTarget(Exception):
     """A target that names no scheme, or a file that cannot be imported; the message is for users."""
 
 
+class NoScheme(UnusableTarget):
+    """A file that declares no scheme."""
+
+
 class LeftImport(UnusableTarget):
     """The import of a file exits, or ended an earlier process of this command; the message names the line."""
 
@@ -199,7 +203,7 @@ def declarations_of_file(file: str) -> list[Declared | FailedDeclaration | Faile
     declarations += [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == name]
     declarations += failed_declaration.of_module(name)
     if not declarations:
-        raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
+        raise NoScheme(f"{file}: declares no scheme; decorate a function with @scheme")
     return sorted(declarations, key=lambda each: each.line)
 
 

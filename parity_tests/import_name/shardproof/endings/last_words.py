@@ -13,7 +13,8 @@ SIZE = 4096
 RUNNING, JUDGED, FINISHED = range(3)
 _HEAD = struct.Struct("=BiH")  # state, status, length of the note
 _BEAT = struct.Struct("=Qd")
-_BEAT_AT, _TEXT_AT = 16, 64
+_LIMIT = struct.Struct("=d")
+_BEAT_AT, _LIMIT_AT, _TEXT_AT = 16, 32, 64
 
 
 class LastWords:
@@ -46,6 +47,10 @@ class LastWords:
         self._beats += 1
         _BEAT.pack_into(self._memory, _BEAT_AT, self._beats, limit_s)
 
+    def limit_runs(self, seconds: float) -> None:
+        """A rank may wait for so long in a run, because the user has said so."""
+        _LIMIT.pack_into(self._memory, _LIMIT_AT, seconds)
+
     @property
     def finished(self) -> int | None:
         """The status of a command that has come to its end."""
@@ -65,6 +70,11 @@ class LastWords:
     def pulse(self) -> tuple[int, float]:
         """The number of beats and the seconds within which the next is due."""
         return _BEAT.unpack_from(self._memory, _BEAT_AT)
+
+    @property
+    def run_limit(self) -> float:
+        """The seconds of `limit_runs`; 0 before its first call."""
+        return _LIMIT.unpack_from(self._memory, _LIMIT_AT)[0]
 
     def _write(self, state: int, status: int) -> None:
         length = _HEAD.unpack_from(self._memory, 0)[2]

@@ -2,9 +2,9 @@
 
 On lockstep the ranks are threads of the command, and references, draws and imports run in it too: a crash in native
 code, a signal or `os._exit` ends the whole process. The parent, which has loaded nothing, waits. It believes a status
-only if the child has recorded it as its last act (last_words.py). It ends a child that is stopped, or whose interpreter
-is not free any more during a run of lockstep. If schemes are left to judge after a death, it starts another child,
-which takes the verdicts so far from the journal (journal.py).
+only if the child has recorded it as its last act (last_words.py). It ends a child that is stopped, whose interpreter is
+not free any more during a run of lockstep, or that waits in a scheme for what never comes. If schemes are left to judge
+after a death, it starts another child, which takes the verdicts so far from the journal (journal.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, U
 from shardproof.endings.exits import STACKS
 from shardproof.endings.journal import Journal
 from shardproof.endings.last_words import LastWords
+from shardproof.engines import process_limits
 from shardproof.engines.processes import orphans
+from shardproof.engines.processes.idleness import Idleness
 from shardproof.engines.processes.status_table import COMPUTING, StatusTable
 
 MOST_RANKS = 64
@@ -39,6 +41,7 @@ UNDER_A_LAUNCHER = (AGENT, "RANK")  # which kills processes by their ids itself
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
 TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
+IDLE_S = 120.0  # beyond the limit of a run, for which no process of the command may compute in a scheme
 STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end
 ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
@@ -111,7 +114,7 @@ class Death:
     exit_code: int  # minus N for signal N
     key: str | None  # the key of the journal that it had begun
     is_judged: bool  # all verdicts were printed
-    why: str = ""  # "stopped", "silent" or "asked"
+    why: str = ""  # "stopped", "silent", "idle" or "asked"
     seconds: float = 0.0
 
 
@@ -129,6 +132,9 @@ class _Command:
     def status(self) -> int:
         # Blocked until this process ends: none is lost between the fork and the wait, and none interrupts a sentence.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*self._passed_on, signal.SIGCHLD))
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # ignored by who started this one, the system would tell no status
         orphans.adopt()
         others = orphans.children()
         death: Death | None = None
@@ -162,7 +168,7 @@ class _Command:
 
     def _ended(self, child: int) -> int | Death:
         """Wait for the child and forward signals from other processes: the status that it has recorded, or a death."""
-        watch = _Watch(self._words)
+        watch = _Watch(child, self._words, self._journal)
         why, seconds, ends_at = "", 0.0, float("inf")
         was_at: tuple[str | None, bool] | None = None
         while True:
@@ -228,6 +234,7 @@ class _Command:
             faulthandler.register(STACKS, self._stack, all_threads=True)
             table, words, journal.current = self._table, self._words, self._journal
             exits.install(self._words.note)
+            process_limits.install()
             os.register_at_fork(after_in_child=_disown)
             if death is not None and death.key is not None and sentence is not None:
                 self._journal.lose(death.key, sentence)
@@ -280,17 +287,20 @@ class _Command:
 _HOW = {
     "stopped": "was stopped by a signal and not continued for {seconds:.0f} s",
     "silent": "has held the interpreter for {seconds:.0f} s, in native code",
+    "idle": "has waited for {seconds:.0f} s, in which none of its processes computed",
 }
 
 
 class _Watch:
-    """Whether the child is stopped, or has missed the beat of a run.
+    """Whether the child is stopped, has missed the beat of a run, or waits for ever.
 
-    Time in which the parent itself is delayed does not count.
+    Time in which the parent itself is delayed does not count. On a terminal a user may have been asked for something,
+    as by a debugger, and can end a command that waits.
     """
 
-    def __init__(self, of_child: LastWords) -> None:
-        self._words, self._pulse = of_child, of_child.pulse
+    def __init__(self, child: int, of_child: LastWords, record: Journal) -> None:
+        self._words, self._pulse, self._journal = of_child, of_child.pulse, record
+        self._idleness = None if _reads_a_terminal() else Idleness(child)
         self._is_stopped, self._seconds, self._last = False, 0.0, time.monotonic()
 
     def exit_code(self, child: int) -> int | None:
@@ -316,7 +326,18 @@ class _Watch:
         if self._is_stopped:
             return ("stopped", self._seconds) if self._seconds >= STOPPED_S else ("", 0.0)
         _, limit = pulse
-        return ("silent", self._seconds) if limit and self._seconds >= limit + MARGIN_S else ("", 0.0)
+        if limit and self._seconds >= limit + MARGIN_S:
+            return "silent", self._seconds
+        idle = 0.0 if self._idleness is None else self._idleness.look()
+        is_late = idle >= IDLE_S + self._words.run_limit and self._journal.begun is not None
+        return ("idle", idle) if is_late else ("", 0.0)
+
+
+def _reads_a_terminal() -> bool:
+    try:
+        return os.isatty(0)
+    except OSError:  # closed
+        return False
 
 
 def _disown() -> None:

@@ -14,7 +14,6 @@ import pickle
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Collection
@@ -33,7 +32,7 @@ from shardproof.engines.processes import orphans, server
 from shardproof.engines.processes.rank import Job, Rank, observe, rows_so_far
 from shardproof.engines.processes.root_cause import DIED, DONE, RUNNING, Outcome, find_root_cause
 from shardproof.engines.processes.status_table import WAITING, StatusTable
-from shardproof.engines.processes.traces import Traces
+from shardproof.engines.processes.traces import Traces, folder_of_job
 
 PIECE = 4 << 20
 ATTEMPT_S = 60.0
@@ -67,7 +66,7 @@ def _folder_of_host(channel: Channel, rank: int) -> Path | None:
     name = f"folder/{os.environ.get('GROUP_RANK', '0')}"
     if int(os.environ.get("LOCAL_RANK", rank)) == 0:
         try:
-            channel.put(name, tempfile.mkdtemp(prefix="shardproof_"))
+            channel.put(name, folder_of_job(os.getppid()))
         except OSError:
             channel.put(name, "")
     folder = channel.get(name)

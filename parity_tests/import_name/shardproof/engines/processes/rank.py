@@ -27,7 +27,7 @@ from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.endings import exits
 from shardproof.endings.raised import message_of, printable
-from shardproof.engines import creation, threads
+from shardproof.engines import creation, process_limits, threads
 from shardproof.engines.compiling import is_compiling
 from shardproof.engines.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from shardproof.engines.ledger import LedgerRow, line_of_thread, raised_at
@@ -85,9 +85,10 @@ class Rank:
             return _raised(self.rank, Recorder(), error)
         self._slot.issue(None, status_table.COMPUTING)
         ready()
-        outcome = self._set_up(self._functions[key], mesh, case)
-        if outcome is None or outcome.kind == DONE:
-            outcome = attempt(self._functions[key], mesh, case, self._slot)
+        with process_limits.restored():
+            outcome = self._set_up(self._functions[key], mesh, case)
+            if outcome is None or outcome.kind == DONE:
+                outcome = attempt(self._functions[key], mesh, case, self._slot)
         self._slot.enter(status_table.FINISHED)
         return outcome
 

@@ -7,9 +7,13 @@ the call by which it ended its process. A process that still runs writes its sta
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import platform
 import re
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import IO
@@ -20,6 +24,7 @@ from shardproof.engines.processes import crash
 from shardproof.engines.processes.root_cause import DIED, RUNNING, Outcome
 from shardproof.engines.processes.status_table import WAITING, StatusTable
 
+PREFIX = "shardproof_"
 STACKS_S = 0.2  # for the fault handler of a rank that does not answer
 _FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 _SIGNALS = {
@@ -30,6 +35,31 @@ _SIGNALS = {
     "Illegal instruction": signal.SIGILL,
     "Segmentation fault": signal.SIGSEGV,
 }
+
+
+def folder_of_job(agent: int) -> str:
+    """A new folder for the ranks of this host, whose processes `agent` has started. Errors: OSError.
+
+    The folders of earlier jobs are removed whose ranks all died at once, so that none was left to do so.
+    """
+    # A process has its number in one namespace of one host; others may share the folder of temporary files.
+    namespace = os.stat("/proc/self/ns/pid").st_ino if Path("/proc/self/ns/pid").exists() else 0
+    ours = f"{PREFIX}{platform.node()}_{namespace}_"
+    for old in Path(tempfile.gettempdir()).glob(f"{glob.escape(ours)}*"):
+        number = old.name.removeprefix(ours).partition("_")[0]
+        if number.isdecimal() and not _exists(int(number)):
+            shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{ours}{agent}_")
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True
 
 
 class Traces:

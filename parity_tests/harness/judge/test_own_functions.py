@@ -1,0 +1,37 @@
+"""A verdict is computed by functions that no file of schemes has replaced."""
+
+import builtins
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from parity_tests.specimens.small_scheme import declared
+from shardproof.judge import own_functions
+
+
+def wrong(mesh, x):
+    np.abs = lambda values, *_, **__: np.zeros_like(values)
+    return x * 3
+
+
+def test_a_function_that_makes_every_error_0_gives_no_verdict(monkeypatch):
+    monkeypatch.setattr(np, "abs", np.abs)  # restored after the test
+    scheme = declared(wrong, inputs={"x": "b/tp"})
+    with pytest.raises(ValueError, match=r"numpy\.abs has been replaced, and verdicts are computed with it"):
+        scheme.verify(examples=1, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(np.linalg, "norm"), (math, "isfinite"), (jnp, "where"), (builtins, "all")]
+)
+def test_each_is_seen(module, name, monkeypatch):
+    monkeypatch.setattr(module, name, lambda *_, **__: True)
+    with pytest.raises(ValueError, match=rf"{module.__name__}\.{name} has been replaced"):
+        own_functions.check()
+
+
+def test_what_only_is_added_is_no_replacement(monkeypatch):
+    monkeypatch.setattr(np, "float", float, raising=False)  # as files of before numpy 1.24 do
+    own_functions.check()

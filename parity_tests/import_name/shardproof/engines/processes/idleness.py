@@ -1,0 +1,54 @@
+"""How long a process and all that it has started have waited without computing, as for a lock that nobody frees."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LOOK_S = 2.0  # between two looks at the processes
+BUSY = 0.01  # of a processor; a thread that polls uses less
+TICKS = os.sysconf("SC_CLK_TCK")
+STATE, USED = 0, slice(11, 15)  # of the fields after the name; the second has also the time of children that have ended
+WAITING = "STtZ"  # asleep, stopped, ended; a process that is ready to compute is none of these
+
+
+class Idleness:
+    """Of one process, on Linux."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._looked, self._used, self._seconds = pid, time.monotonic(), -1.0, 0.0
+
+    def look(self) -> float:
+        """The seconds for which no process has computed, counted from look to look."""
+        now = time.monotonic()
+        elapsed = now - self._looked
+        if elapsed < LOOK_S:
+            return self._seconds
+        fields = [of_process for pid in _tree(self._pid) if (of_process := _fields(pid))]
+        used = sum(int(number) for each in fields for number in each[USED]) / TICKS
+        is_idle = all(each[STATE] in WAITING for each in fields) and abs(used - self._used) < BUSY * elapsed
+        # A look that comes late was itself delayed, and so were the processes.
+        self._seconds = self._seconds + min(elapsed, 2 * LOOK_S) if fields and is_idle else 0.0
+        self._looked, self._used = now, used
+        return self._seconds
+
+
+def _fields(pid: int) -> list[str]:
+    """The fields of a process in /proc after its name; none if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """The process and its descendants."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                    yield from _tree(int(child))
