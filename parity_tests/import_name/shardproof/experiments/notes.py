@@ -81,7 +81,21 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 5. The small edit of one line that does.
     notes = name_edited_line(scheme, report, failing, notes)
     notes = {label: _without_rounding(of_tensor) for label, of_tensor in notes.items()}
+    notes = _of_single_numbers(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
+
+
+def _of_single_numbers(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
+    """The notes, with a gradient's note on a number or a place for an output of one number, which has no pattern."""
+    by_label = {label: tuple(of_tensor) for label, of_tensor in notes.items()}
+    gradients = [tensor.label for tensor in report.tensors if tensor.role == "gradient" and by_label.get(tensor.label)]
+    said = [(label, by_label[label][0]) for label in gradients]
+    label, note = next((each for each in said if each[1].scope in (ACROSS_SIZES, ACROSS_MESHES)), ("", None))
+    for tensor in report.tensors:
+        first = next(iter(by_label.get(tensor.label, ())), "")
+        if note is not None and tensor.role == "output" and tensor.want.size == 1 and first.startswith(NO_PATTERN):
+            by_label[tensor.label] = (Note(f"see {label}: {note}", sites=note.sites),)
+    return by_label
 
 
 def _without_rounding(notes: Sequence[Note]) -> tuple[Note, ...]:
@@ -164,6 +178,8 @@ def _of_this_case_alone(scheme: Declared, report: Report, label: str, same_tenso
             other = next((other for other in refuted if not _is_shown(scheme, note, other, label)), None)
             if other is not None:
                 weaker = next((n for n in other.notes[label] if n.startswith("off by ")), "not")
+                if weaker == "not" and "(= " not in note:  # any number may fit few elements
+                    continue
                 yield Note(f"{note.partition(':')[0]} in this case; {weaker.partition(':')[0]} at {sizes(other.case)}")
                 return
 
