@@ -71,6 +71,7 @@ def test_a_sample_is_drawn_across_components_and_repeats():
     assert len({bug.name for bug in drawn}) == 60 and drawn == sample(CATALOGUE, 60)
     components = {bug.component for bug in CATALOGUE if bug.expect.startswith("value") and not bug.survives}
     assert {bug.component for bug in drawn} >= components
+    assert sample(CATALOGUE, 60, seed=1) != drawn
 
 
 @pytest.mark.slow
