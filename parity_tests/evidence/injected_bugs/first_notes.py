@@ -35,6 +35,7 @@ MEANS = (
     ("within what", {"precision"}),
     ("error of rounding", {"precision"}),
     ("that of the other call", {"call"}),
+    ("that of memory", {"call"}),
     ("in another order", {"order", "sequence", "border", "group", "schedule"}),
     (" off along ", {"border", "order", "sequence"}),
     ("added constant", {"statistic", "reduction", "scale", "group", "tied", "border"}),

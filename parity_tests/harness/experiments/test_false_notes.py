@@ -448,3 +448,22 @@ def test_a_wrong_order_may_come_from_the_other_call(monkeypatch):
     of_all = notes(declaration.verify(examples=60))
     assert "same values in another order, that of the other call" in of_all[0], of_all
     assert not any("not undone" in note for note in of_all)
+
+
+def test_a_wrong_order_may_be_that_of_memory():
+    """A cotangent that is a transposed view, read as if it were contiguous: no layout is to blame."""
+
+    class AsInMemory(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.as_strided(gradient.shape, gradient.new_empty(gradient.shape).stride())
+
+    declaration = declared(
+        lambda mesh, x: AsInMemory.apply(x), lambda x: 1.0 * x, "b d tp=I", "b d tp=I", dims={"b": (3,), "d": (4,)}
+    )
+    of_gradient = declaration.verify(examples=40).notes["d/d x"]
+    assert of_gradient[0] == "same values in another order, that of memory: a view is read as if it were contiguous"

@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 
 from shardproof.declare.case import CaseSpec
-from shardproof.declare.conditions import OTHER_CALLS
+from shardproof.declare.conditions import OTHER_CALLS, VIEWS
 from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
@@ -64,7 +64,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
         return report
     # Skip other cases if each would start processes, or would start from state that earlier calls left in the function.
     if report.case.engine != "lockstep" or report.state_between_calls is not None:
-        notes = _of_the_other_call(report, report.notes)
+        notes = _of_the_call(report, report.notes)
         if report.state_between_calls is not None:  # numbers from another call may fit any claim by chance
             notes = {label: [note for note in each if note.scope not in HYPOTHESES] for label, each in notes.items()}
         return from_one_case(replace(report, notes=notes))
@@ -72,7 +72,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     failing = _failing_cases(scheme, report.case)
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
-    notes = _of_the_other_call(report, notes)
+    notes = _of_the_call(report, notes)
     # 3. The line of a collective, if repairing it makes the tensor right; the reference of each rank's own shard.
     notes = name_lines(scheme, report, failing, notes)
     notes = name_own_shards(scheme, report, failing, notes)
@@ -314,13 +314,16 @@ def _untested(note: Note) -> Note:
     return note if note.scope not in HYPOTHESES or says_less else note.extended(UNTESTED)
 
 
-def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes; if a case fails only after another call, a note on values in another order names that call."""
-    if not (report.conditions_needed and set(OTHER_CALLS) & set(report.case.conditions)):
+def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
+    """The notes; if a case fails only as it is called, one on values in another order says what of the call matters."""
+    conditions = set(report.case.conditions) if report.conditions_needed else set()
+    if conditions.intersection(OTHER_CALLS):
+        cause = "that of the other call: state that depends on the call's sizes or values is kept between calls"
+    elif conditions.intersection(VIEWS):
+        cause = "that of memory: a view is read as if it were contiguous"
+    else:
         return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
-    order = Note(
-        f"{SAME_VALUES}, that of the other call: state that depends on the call's sizes or values is kept between calls"
-    )
+    order = Note(f"{SAME_VALUES}, {cause}")
     return {
         label: tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
         for label, of_tensor in notes.items()
