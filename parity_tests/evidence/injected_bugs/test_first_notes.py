@@ -33,6 +33,8 @@ from shardproof.declare import discover
         ("reduction", "right once all_reduce at x.py:7 takes AVG, not SUM", TRUE),
         ("order", "right once all_reduce at x.py:7 takes AVG, not SUM", FALSE),
         ("precision", "each rank computes the reference of its own shard", FALSE),
+        ("call", "same values in another order, that of memory: a view is read as if it were contiguous", TRUE),
+        ("call", "same values in another order: a layout is not undone, or applied twice", FALSE),
         ("precision", "a small error: bfloat16 accumulation could do as much", NOTHING),
     ],
 )
@@ -71,6 +73,7 @@ def test_a_sample_is_drawn_across_components_and_repeats():
     assert len({bug.name for bug in drawn}) == 60 and drawn == sample(CATALOGUE, 60)
     components = {bug.component for bug in CATALOGUE if bug.expect.startswith("value") and not bug.survives}
     assert {bug.component for bug in drawn} >= components
+    assert sample(CATALOGUE, 60, seed=1) != drawn
 
 
 @pytest.mark.slow

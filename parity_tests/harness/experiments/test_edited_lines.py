@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests.specimens.wrong_gradients import line_of
-from shardproof import scheme, values
+from shardproof import scheme, token_below, values
 from shardproof.experiments.alternatives import Names, alternatives
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
@@ -62,6 +62,59 @@ def test_a_row_too_many():
     assert note.startswith(f"{RIGHT_ONCE}{line_of(a_row_too_many, 'rows <= 3')} has `torch.where((rows ")
 
 
+def rows_without_their_mask(mesh, i, table):
+    own = i - mesh.rank("tp") * len(table)
+    here = (own >= 0) & (own < len(table))  # noqa: F841  the mistake: it is never read
+    rows = table[own.clamp(0, len(table) - 1)]
+    return all_reduce(rows, mesh["tp"]) * 2
+
+
+def rows_of_a_half_open_range(mesh, i, table):
+    n = len(table)
+    own = i - mesh.rank("tp") * n
+    here = own >= 0
+    rows = table[own.clamp(0, n - 1)] * here[..., None]
+    return all_reduce(rows, mesh["tp"]) * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "word", "words"),
+    [
+        (rows_without_their_mask, "rows = ", "table[own.clamp(0, len(table) - 1)] * here[..., None]"),
+        (rows_of_a_half_open_range, "here = ", "(own >= 0) & (own < n)"),
+    ],
+)
+def test_rows_of_other_ranks(function, word, words):
+    note = first_note(
+        function, lambda i, table: 2.0 * table[i], {"i": "b", "table": "v/tp d"}, "b d tp=I",
+        {"tp": 2, "b": 6, "v": 8, "d": 3}, draw={"i": token_below("v"), "table": values("normal")},
+    )  # fmt: skip
+    assert f"{line_of(function, word)} has `{words}`" in note
+
+
+def decayed_sum(mesh, x, decay):
+    total = torch.zeros_like(x[0])
+    for row, keep in zip(x, decay, strict=True):  # noqa: B007  the mistake: it is never read
+        total = total + row
+    return total * 3
+
+
+def test_a_running_sum_that_is_not_scaled():
+    def reference(x, decay):
+        total = jnp.zeros_like(x[0])
+        for row, keep in zip(x, decay, strict=True):
+            total = total * keep[..., None] + row
+        return 3.0 * total
+
+    note = first_note(
+        decayed_sum, reference, {"x": "s b/tp d", "decay": "s b/tp"}, "b/tp d", {"tp": 2, "s": 3, "b": 4, "d": 3},
+        nograd=("x", "decay"),
+    )  # fmt: skip
+    line = line_of(decayed_sum, "total + row")
+    assert note == f"{RIGHT_ONCE}{line} has `total * keep[..., None] + row`, not `total + row`"
+
+
 def test_no_line_is_named_if_no_small_edit_is_right():
     note = first_note(
         lambda mesh, x: x.cos(), lambda x: jnp.tanh(x) + x**3 / 7.0, {"x": "s/tp d"}, "s/tp d", {"tp": 2, "s": 4}
@@ -112,11 +165,17 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("torch.arange(n) + rank * n", "view.global_ids('s')"),
         ("x.repeat(1, n, 1)", "x.repeat_interleave(n, -2)"),
         ("x.repeat_interleave(n, 1)", "torch.cat([x] * n, 1)"),
+        ("ids >= 0", "(ids >= 0) & (ids < n)"),
+        ("ids < n", "(ids < n) & (ids >= 0)"),
+        ("x[ids]", "x[ids] * forgotten[..., None]"),
+        ("x.mean(0)", "x.mean(0) / view.size('tp')"),
+        ("x.flip(0).reshape(n)", "x"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):
     kinds = {"a": "tensor of floats, 2", "n": "int", "rank": "int", "x": "tensor of floats, 2", "mesh": "group"}
-    kinds |= {"layout.size": "int", "layout.rank": "int", "view": "mesh"}
+    kinds |= {"layout.size": "int", "layout.rank": "int", "view": "mesh", "ids": "tensor of integers, 1"}
+    kinds["forgotten"] = "tensor of flags, 1"
     node = ast.parse(written, mode="eval").body
-    tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",)))
+    tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), frozenset({"forgotten"})))
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}

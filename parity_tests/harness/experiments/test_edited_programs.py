@@ -78,6 +78,58 @@ def test_a_statistic_of_each_ranks_own_part(function, reference, outputs, word, 
     assert notes["out"][0].startswith(RIGHT_ONCE + words.format(line_of(function, word)))
 
 
+def log_of_local_sums(mesh, x):
+    return all_reduce(x.logsumexp(-1), mesh["tp"]) / mesh.size("tp")
+
+
+def softmax_of_each_part(mesh, x):
+    return x.softmax(-1) * 3
+
+
+def divided_by_a_local_norm(mesh, x):
+    return x / x.norm()
+
+
+def numbered_within_each_part(mesh, x):
+    return x * x.cumsum(1)
+
+
+def standardised_within_each_part(mesh, x):
+    return (x - x.mean()) / (x.std(correction=0) + 0.5)
+
+
+@pytest.mark.fast_values(2)
+@pytest.mark.parametrize(
+    ("function", "reference", "outputs", "words"),
+    [
+        (log_of_local_sums, lambda x: jax.nn.logsumexp(x, -1), "b tp=I", "logsumexp at {} is the logsumexp over all"),
+        (
+            softmax_of_each_part,
+            lambda x: 3.0 * jax.nn.softmax(x, -1),
+            "b v/tp",
+            "softmax at {} is the softmax over all",
+        ),
+        (divided_by_a_local_norm, lambda x: x / jnp.sqrt((x**2).sum()), "b v/tp", "norm at {} is the norm over all"),
+        (
+            numbered_within_each_part,
+            lambda x: x * jnp.cumsum(x, 1),
+            "b v/tp",
+            "cumsum at {} is the running sum over all",
+        ),
+        (
+            standardised_within_each_part,
+            lambda x: (x - x.mean()) / (x.std() + 0.5),
+            "b v/tp",
+            "mean at {0} and std at {0} are over all",
+        ),
+    ],
+)
+def test_a_result_of_each_ranks_own_part(function, reference, outputs, words):
+    notes = notes_of(function, reference, {"x": "b v/tp"}, outputs, {"tp": 2, "b": 3, "v": 8})
+    line = line_of(function, "return")
+    assert notes["out"][0].startswith(f"{RIGHT_ONCE}{words.format(line)} ranks of tp, not "), notes["out"]
+
+
 def outer_step(mesh, w, g):
     delta = g.mean(0)
     dist.all_reduce(delta, group=mesh["tp"])

@@ -13,7 +13,7 @@ from parity_tests.specimens.wrong_gradients import (
     summed,
     two_products_scheme,
 )
-from shardproof import ids, mask, permutation, scheme, token_below, values, verify_one_case
+from shardproof import ids, mask, scheme, token_below, values, verify_one_case
 from shardproof.experiments.notes import check_notes
 from shardproof.experiments.own_shards import OWN
 from torch_impl.collectives import all_reduce
@@ -429,22 +429,3 @@ def test_errors_are_compared_within_one_copy():
         of_all = notes(declaration.verify(seed=seed))
         assert of_all[0].startswith("right once mean at "), of_all
         assert of_all[1:3] == [OWN, "tp ranks hold different copies of what should be one value"], of_all
-
-
-@pytest.mark.slow
-def test_a_wrong_order_may_come_from_the_other_call(monkeypatch):
-    """A cached permutation: the layout is right, the order is the first call's."""
-    orders = {}
-    run = verify_one_case.run
-    monkeypatch.setattr(verify_one_case, "run", lambda *args, **more: (orders.clear(), run(*args, **more))[1])
-
-    def sorted_rows(mesh, x, key):
-        return x[orders.setdefault((mesh.rank("tp"), x.shape), key.argsort())]
-
-    declaration = declared(
-        sorted_rows, lambda x, key: x[jnp.argsort(key)], {"x": "b d tp=I", "key": "b"}, "b d tp=I",
-        draw={"x": values("normal"), "key": permutation()}, engines=("lockstep",), dims={"b": (1, 8), "d": (4,)},
-    )  # fmt: skip
-    of_all = notes(declaration.verify(examples=60))
-    assert "same values in another order, that of the other call" in of_all[0], of_all
-    assert not any("not undone" in note for note in of_all)

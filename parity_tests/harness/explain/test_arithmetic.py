@@ -176,3 +176,13 @@ def test_a_factor_that_is_the_size_of_a_dim_names_it():
     assert note.startswith("off by the constant factor 6 (= v, the size of a dim)")
     assert "(= 1/s, the size of a dim)" in explain(evidence(want / 4, want, axes={"tp": 2}, sizes={"s": 4}))[0]
     assert "size of a dim" not in explain(evidence(5 * want, want, sizes={"v": 6}))[0]
+
+
+def test_the_share_of_a_mask_that_counts():
+    want = numbers(3, 4)
+    shares = {"keep": 0.3, "labels": 0.6}
+    (note, *_) = explain(Evidence("x", "output", 0.3 * want, want, np.abs(want) * 2.0**-20, AXES, shares=shares))
+    assert note == (
+        "off by the constant factor 0.3 (= the share of keep that counts): a mean divides by all elements, "
+        "by ignored ones too"
+    )

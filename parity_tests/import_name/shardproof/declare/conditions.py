@@ -52,6 +52,7 @@ CONDITIONS = (
 LARGER_WORLD = "larger_world"
 WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 OTHER_CALLS = ("call_before", "call_between")
+VIEWS = ("strided", "expanded")
 # Conditions under which a function may send less than its declared cost, or send it twice.
 OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS, "second_derivative")
 # Under these a function may differ by design, for example compute no gradient for a frozen weight.

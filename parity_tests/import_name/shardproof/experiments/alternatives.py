@@ -57,6 +57,7 @@ class Names:
     strings: Mapping[str, set[str]]
     axes: tuple[str, ...]
     sharded_dims: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()  # that the function takes or assigns and never reads
 
     def alike(self, name: str) -> list[str]:
         """Other names of the same kind, fields of one object first."""
@@ -70,6 +71,10 @@ class Names:
         groups = [name for name, kind in self.kinds.items() if kind == "group"]
         return [*named[:MOST_NAMES], *(f"{group}.{call}()" for group in groups[:2] for call in ("rank", "size"))]
 
+    def sizes(self) -> list[str]:
+        """Calls that return the number of ranks in a group, or along an axis of a scheme's mesh."""
+        return [each.replace(".rank(", ".size(") for each in self.ranks()]
+
     def ranks(self) -> list[str]:
         """Calls that return the rank in a group, or along an axis of a scheme's mesh."""
         of_groups = [f"{name}.rank()" for name, kind in self.kinds.items() if kind == "group"]
@@ -81,7 +86,17 @@ class Names:
         meshes = [name for name, kind in self.kinds.items() if kind == "mesh"]
         return [f"{name}.global_ids({dim!r})" for name in meshes for dim in self.sharded_dims]
 
+    def factors(self, name: str) -> list[str]:
+        """Tensors that may scale or mask another one: of as many dims, or of one less."""
+        _, _, dims = self.kinds.get(name, "").partition(", ")
+        fitting = {f"tensor of {what}, {dims}": "" for what in FACTORS}
+        fitting |= {f"tensor of {what}, {int(dims or 0) - 1}": "[..., None]" for what in FACTORS}
+        named = ((each, fitting.get(kind)) for each, kind in self.kinds.items() if each != name and "." not in each)
+        return [f"{each}{ending}" for each, ending in named if ending is not None and dims]
 
+
+FACTORS = ("floats", "flags")  # kinds of tensors
+REDUCTIONS = ("mean", "sum", "all_reduce", "reduce_scatter", "numel", "norm", "var", "std")
 Alternatives = Iterator[tuple[int, ast.expr]]
 
 
@@ -104,6 +119,7 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             yield from (
                 (LIKELY, ast.Compare(left, [other()], [right])) for other in COMPARISONS.get(type(operator), ())
             )
+            yield from _with_a_bound(node, names)
         case ast.UnaryOp(_, operand):
             yield LIKELY, operand
         case ast.BoolOp(operator, values):
@@ -128,6 +144,21 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             pass
     if isinstance(node, ast.Call | ast.Attribute | ast.BinOp | ast.Subscript):
         yield from _extended(node, parent, names)
+    if isinstance(node, ast.Name | ast.Call | ast.BinOp | ast.Subscript):
+        yield from _with_unread(node, parent, names)
+
+
+def _with_unread(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
+    """The value with a name that the function takes or assigns and never reads."""
+    if isinstance(parent, ast.Attribute | ast.Starred | ast.Subscript):
+        return
+    for name in sorted(names.unread & names.kinds.keys()):
+        kind = names.kinds[name]
+        if not kind.startswith((*NUMBERS, "tensor of flags")):
+            continue
+        operators = (ast.Mult(),) if "flags" in kind else (ast.Mult(), ast.Div(), ast.Add(), ast.Sub())
+        for ending in ("", "[..., None]") if kind.startswith("tensor") else ("",):
+            yield from ((LIKELY, ast.BinOp(node, operator, _name(f"{name}{ending}"))) for operator in operators)
 
 
 def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternatives:
@@ -171,6 +202,9 @@ def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
     if isinstance(parent, ast.IfExp) and parent.test is node:
         return
     inside = _names(node)
+    if _is_reduction(node):  # a mean over the ranks for their sum, and back
+        for size in names.sizes():
+            yield from ((POSSIBLE, ast.BinOp(node, operator, _name(size))) for operator in (ast.Div(), ast.Mult()))
     for factor in (name for name in names.numbers("int", "float") if name not in inside):
         for operator in (ast.Mult(), ast.Div()):
             yield ADDED, ast.BinOp(node, operator, _name(factor))
@@ -182,6 +216,28 @@ def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
                 yield ADDED, ast.Call(ast.Attribute(_name(node.id), bound, ast.Load()), [_name(other)], [])
 
 
+def _with_a_bound(node: ast.Compare, names: Names) -> Alternatives:
+    """Ids above a bound that must lie below another one too, and the reverse: those of one rank's shard."""
+    left, operator = node.left, node.ops[0]
+    if not (isinstance(left, ast.Name) and names.kinds.get(left.id, "").startswith("tensor of integers")):
+        return
+    if isinstance(operator, ast.GtE | ast.Gt):
+        bounds = [ast.Compare(left, [ast.Lt()], [_name(each)]) for each in names.numbers("int")]
+    else:
+        bounds = [ast.Compare(left, [ast.GtE()], [_name(each)]) for each in ("0", *names.numbers("int"))]
+    if not isinstance(operator, ast.Eq | ast.NotEq):
+        yield from ((LIKELY, ast.BinOp(node, ast.BitAnd(), bound)) for bound in bounds)
+
+
+def _is_reduction(node: ast.expr) -> bool:
+    """Whether it is a call such as `x.mean(0)` or `all_reduce(x, group)`."""
+    match node:
+        case ast.Call(ast.Attribute(attr=name)) | ast.Call(ast.Name(name)):
+            return name in REDUCTIONS
+        case _:
+            return False
+
+
 def _of_call(node: ast.Call, names: Names) -> Alternatives:
     if isinstance(node.func, ast.Attribute):
         func = node.func
@@ -189,6 +245,9 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
             yield LIKELY, func.value  # a method left out
         for name in FUNCTIONS.get(func.attr, ()):
             yield LIKELY, ast.Call(ast.Attribute(func.value, name, func.ctx), node.args, node.keywords)
+        root = _root(func.value)
+        if root is not None and (not isinstance(root, ast.Name) or root.id in names.kinds):
+            yield LIKELY, root  # all methods left out
     elif isinstance(node.func, ast.Name):
         for name in FUNCTIONS.get(node.func.id, ()):
             yield LIKELY, ast.Call(ast.Name(name, ast.Load()), node.args, node.keywords)
@@ -211,6 +270,14 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         yield LIKELY, ast.Call(node.func, node.args, [*node.keywords[:place], *node.keywords[place + 1 :]])
     if len(node.args) > 1:
         yield POSSIBLE, ast.Call(node.func, node.args[:-1], node.keywords)
+
+
+def _root(node: ast.expr) -> ast.expr | None:
+    """`x` of `x.a().b`; None without a call."""
+    root = node
+    while isinstance(root, ast.Call) and isinstance(root.func, ast.Attribute):
+        root = root.func.value
+    return None if root is node else root
 
 
 def _is_count(node: ast.expr) -> bool:
@@ -258,7 +325,16 @@ def _of_subscript(node: ast.Subscript) -> Alternatives:
             yield POSSIBLE, ast.Subscript(node.value, ast.Slice(ast.Constant(1), upper, step), node.ctx)
 
 
-def of_statement(node: ast.stmt) -> Iterator[tuple[int, ast.stmt]]:
+def _of_running(name: str, value: ast.expr, names: Names) -> Iterator[ast.expr]:
+    """The next value of a sum that a loop keeps, `acc + x`, with the sum so far scaled or masked by a tensor."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        for own, rest in ((value.left, value.right), (value.right, value.left)):
+            if isinstance(own, ast.Name) and own.id == name:
+                for factor in names.factors(name):
+                    yield ast.BinOp(ast.BinOp(own, ast.Mult(), _name(factor)), ast.Add(), rest)
+
+
+def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]:
     """The statements that may be right in place of `node`, each with its rank."""
     match node:
         case ast.AugAssign(target, operator, value):
@@ -268,7 +344,9 @@ def of_statement(node: ast.stmt) -> Iterator[tuple[int, ast.stmt]]:
             yield LIKELY, ast.Assign([target], value)
         case ast.Assign([ast.Name() | ast.Subscript() as target], value):
             yield LIKELY, ast.Pass()
-            yield POSSIBLE, ast.AugAssign(target, ast.Add(), value)
+            yield LIKELY, ast.AugAssign(target, ast.Add(), value)
+            if isinstance(target, ast.Name):
+                yield from ((LIKELY, ast.Assign([target], each)) for each in _of_running(target.id, value, names))
         case ast.Expr():
             yield LIKELY, ast.Pass()
         case _:

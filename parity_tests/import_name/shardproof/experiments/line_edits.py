@@ -118,7 +118,14 @@ def edits_of(functions: Functions, axes: Sequence[str], sharded_dims: Sequence[s
         if definition is not None:
             unit = source.unit(definition, functions, with_code)
             if unit is not None:
-                names = Names(running.kinds, source.attributes, source.strings, tuple(axes), tuple(sharded_dims))
+                names = Names(
+                    running.kinds,
+                    source.attributes,
+                    source.strings,
+                    tuple(axes),
+                    tuple(sharded_dims),
+                    _unread(definition),
+                )
                 edits += _of_function(unit, definition, running, names)
     return edits
 
@@ -127,7 +134,7 @@ def _of_function(unit: Unit, definition: Definition, running: Running, names: Na
     for statement, parent, name, place in _statements(definition):
         if statement.lineno not in running.lines:
             continue
-        for rank, new in of_statement(statement):
+        for rank, new in of_statement(statement, names):
             yield LineEdit(unit, statement.lineno, statement, _at(new, statement), name, place, (parent,), rank)
         for old, field_name, at, around in _expressions(statement, (statement,)):
             for rank, new in alternatives(old, around[0], names):
@@ -256,6 +263,14 @@ def _put(parent: ast.AST, field_name: str, place: int | None, node: ast.AST) -> 
 def _at(new: ast.AST, old: Any) -> ast.AST:
     """The new node with the place of the old one, in a tree that may have parts of it."""
     return ast.fix_missing_locations(new if new in ast.walk(old) else ast.copy_location(new, old))
+
+
+def _unread(definition: Definition) -> frozenset[str]:
+    """The names that a function takes or assigns and never reads; what should read one may have been left out."""
+    names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
+    read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    given = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
+    return frozenset(given.union(node.id for node in names) - read)
 
 
 def _is_called(node: ast.AST, parent: ast.AST) -> bool:

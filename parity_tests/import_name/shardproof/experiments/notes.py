@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 
 from shardproof.declare.case import CaseSpec
-from shardproof.declare.conditions import OTHER_CALLS
+from shardproof.declare.conditions import OTHER_CALLS, VIEWS
 from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
@@ -64,7 +64,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
         return report
     # Skip other cases if each would start processes, or would start from state that earlier calls left in the function.
     if report.case.engine != "lockstep" or report.state_between_calls is not None:
-        notes = _of_the_other_call(report, report.notes)
+        notes = _of_the_call(report, report.notes)
         if report.state_between_calls is not None:  # numbers from another call may fit any claim by chance
             notes = {label: [note for note in each if note.scope not in HYPOTHESES] for label, each in notes.items()}
         return from_one_case(replace(report, notes=notes))
@@ -72,7 +72,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     failing = _failing_cases(scheme, report.case)
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
-    notes = _of_the_other_call(report, notes)
+    notes = _of_the_call(report, notes)
     # 3. The line of a collective, if repairing it makes the tensor right; the reference of each rank's own shard.
     notes = name_lines(scheme, report, failing, notes)
     notes = name_own_shards(scheme, report, failing, notes)
@@ -81,7 +81,21 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 5. The small edit of one line that does.
     notes = name_edited_line(scheme, report, failing, notes)
     notes = {label: _without_rounding(of_tensor) for label, of_tensor in notes.items()}
+    notes = _of_single_numbers(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
+
+
+def _of_single_numbers(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
+    """The notes, with a gradient's note on a number or a place for an output of one number, which has no pattern."""
+    by_label = {label: tuple(of_tensor) for label, of_tensor in notes.items()}
+    gradients = [tensor.label for tensor in report.tensors if tensor.role == "gradient" and by_label.get(tensor.label)]
+    said = [(label, by_label[label][0]) for label in gradients]
+    label, note = next((each for each in said if each[1].scope in (ACROSS_SIZES, ACROSS_MESHES)), ("", None))
+    for tensor in report.tensors:
+        first = next(iter(by_label.get(tensor.label, ())), "")
+        if note is not None and tensor.role == "output" and tensor.want.size == 1 and first.startswith(NO_PATTERN):
+            by_label[tensor.label] = (Note(f"see {label}: {note}", sites=note.sites),)
+    return by_label
 
 
 def _without_rounding(notes: Sequence[Note]) -> tuple[Note, ...]:
@@ -164,6 +178,8 @@ def _of_this_case_alone(scheme: Declared, report: Report, label: str, same_tenso
             other = next((other for other in refuted if not _is_shown(scheme, note, other, label)), None)
             if other is not None:
                 weaker = next((n for n in other.notes[label] if n.startswith("off by ")), "not")
+                if weaker == "not" and "(= " not in note:  # any number may fit few elements
+                    continue
                 yield Note(f"{note.partition(':')[0]} in this case; {weaker.partition(':')[0]} at {sizes(other.case)}")
                 return
 
@@ -298,13 +314,16 @@ def _untested(note: Note) -> Note:
     return note if note.scope not in HYPOTHESES or says_less else note.extended(UNTESTED)
 
 
-def _of_the_other_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes; if a case fails only after another call, a note on values in another order names that call."""
-    if not (report.conditions_needed and set(OTHER_CALLS) & set(report.case.conditions)):
+def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
+    """The notes; if a case fails only as it is called, one on values in another order says what of the call matters."""
+    conditions = set(report.case.conditions) if report.conditions_needed else set()
+    if conditions.intersection(OTHER_CALLS):
+        cause = "that of the other call: state that depends on the call's sizes or values is kept between calls"
+    elif conditions.intersection(VIEWS):
+        cause = "that of memory: a view is read as if it were contiguous"
+    else:
         return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
-    order = Note(
-        f"{SAME_VALUES}, that of the other call: state that depends on the call's sizes or values is kept between calls"
-    )
+    order = Note(f"{SAME_VALUES}, {cause}")
     return {
         label: tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
         for label, of_tensor in notes.items()

@@ -172,6 +172,6 @@ def _agrees(
         return False
     budgets = inputs.piece(tensor.argument, tensor.element_budgets, case, at, scheme.layouts)
     of_global = inputs.piece(tensor.argument, np.abs(tensor.want), case, at, scheme.layouts)
-    growth = max(1.0, np.abs(want).max(initial=0.0) / max(of_global.max(initial=0.0), np.finfo(float).tiny))
     with np.errstate(over="ignore", invalid="ignore"):
+        growth = max(1.0, np.abs(want).max(initial=0.0) / max(of_global.max(initial=0.0), np.finfo(float).tiny))
         return bool((np.abs(got - want) <= budgets * growth).all())

@@ -69,6 +69,8 @@ def _quotient_text(above: list[str], below: list[str]) -> str:
 MAX_LISTED = 8
 MEANING_OF_NAMED_FACTOR = "a reduction is missing or repeated, or a mean divides by a local count"
 MEANING_OF_SIZE = "a sum is in place of a mean, or a mean in place of a sum"
+MEANING_OF_SHARE = "a mean divides by all elements, by ignored ones too"
+MEANING_OF_INVERSE_SHARE = "a mean divides by the elements that count, where the reference divides by all"
 _FACTOR, _CONSTANT = "a constant factor", "an added constant"
 _SOME_FACTOR, _SOME_CONSTANT = "off by some factor", "off by some constant"
 MEANING_ON_EACH_RANK = {
@@ -93,9 +95,26 @@ def fitted_change(evidence: Evidence) -> Iterator[Note]:
 
     Zeros have their own clue, and an input that is added too often looks like a constant at each index of its dims.
     """
-    if evidence.got.any() and not any(named_change(evidence)) and not any(miscounted_input(evidence)):
+    if evidence.got.any() and not any(
+        chain(named_change(evidence), share_that_counts(evidence), miscounted_input(evidence))
+    ):
         for_all = (clue(evidence) for clue in (_fitted_factor_note, _fitted_constant_note))
         yield from islice(filter(None, chain(for_all, _change_of_each_part(evidence))), 1)
+
+
+def share_that_counts(evidence: Evidence) -> Iterator[Note]:
+    """The factor is the share of a mask's elements that count, as of a mean that divides by all of them."""
+    for is_inverse, meaning in ((False, MEANING_OF_SHARE), (True, MEANING_OF_INVERSE_SHARE)):
+        values = {name: 1 / share if is_inverse else share for name, share in evidence.shares.items()}
+        fitting = {name: value for name, value in values.items() if _fits(evidence, _times, value)}
+        if fitting:
+            claims = {
+                f"share {is_inverse} {name}": f"{'1/' if is_inverse else ''}the share of {name} that counts"
+                for name in fitting
+            }
+            number = number_text(next(iter(fitting.values())))
+            text = f"off by the constant factor {number} (= {' or '.join(claims.values())}): {meaning}{evidence.caveat}"
+            yield Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *_claims_of_parts(evidence, _FACTOR)})
 
 
 def _zero(evidence: Evidence) -> Note | None:

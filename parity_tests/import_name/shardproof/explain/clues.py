@@ -67,6 +67,7 @@ CLUES = (
     places.non_finite_elements,
     arithmetic.extra_roundings,
     arithmetic.named_change,
+    arithmetic.share_that_counts,
     sums.missing_or_repeated_sum,
     arithmetic.miscounted_input,
     places.wrong_offset,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,8 +62,23 @@ def collect_evidence(
         max_finite=max_finite(tensor.dtype),
         full_mesh_collective=_full_mesh_collective(case, ledger),
         first_divergence=None if divergence is None else divergence.finding,
+        shares=_shares(scheme, program, case),
         summed_axes=_summed_axes(case, ledger),
     )
+
+
+def _shares(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, float]:
+    """For each mask, and each input of ids of which some are ignored, the share of its elements that count."""
+    shares = {}
+    for arg in scheme.inputs:
+        draw = scheme.draws[arg.name]
+        ignored: Any = getattr(draw, "ignore", None)
+        if draw.kind == "mask" or ignored is not None:
+            full = program.full_array(arg, case)
+            counts = full.astype(bool) if ignored is None else ~np.isin(full, ignored)
+            if counts.any() and not counts.all():
+                shares[arg.name] = float(counts.mean())
+    return shares
 
 
 def _summed_axes(case: CaseSpec, ledger: Ledger) -> frozenset[str]:

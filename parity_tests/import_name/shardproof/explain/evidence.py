@@ -65,6 +65,7 @@ class Evidence:
     max_finite: float = np.inf  # of the tensor's dtype: beyond it an infinity of the same sign is right
     full_mesh_collective: CallSite | None = None  # a collective of all ranks on a mesh with several axes
     first_divergence: Finding | None = None  # between the ranks' ledgers, if they disagree
+    shares: Mapping[str, float] = field(default_factory=dict)  # of a mask's or an id input's elements that count
     summed_axes: frozenset[str] | None = None  # over which a collective of the forward adds; None if unknown
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class Evidence:
             layouts=(),
             borders={},
             inputs={},
+            shares={},
             before=None,
             by_rank={},
             gradient_is_none=None if self.gradient_is_none is None else self.gradient_is_none[mask],

@@ -1,0 +1,67 @@
+"""A loss is one number, which fits any claim: the share of a mask, and what its gradient tells."""
+
+import jax.numpy as jnp
+import torch
+
+from shardproof import ids, mask, scheme, values
+from shardproof.experiments.notes import check_notes
+from shardproof.verify_one_case import verify_case
+from torch_impl.collectives import all_reduce
+
+
+def notes_of(function, reference, inputs, outputs, case, **more):
+    defaults = {"mesh": {"dp": (1, 2, 4)}, "dtypes": ("float32",)}
+    declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
+    report = check_notes(declaration, verify_case(declaration, declaration.case(**case)))
+    assert report.verdict == "mismatch", str(report)
+    return {label: [str(note) for note in of_tensor] for label, of_tensor in report.notes.items()}
+
+
+def mean_of_counted(x, labels):
+    counts = (labels != -100).astype(x.dtype)
+    return (x * counts).sum() / jnp.maximum(counts.sum(), 1)
+
+
+def mean_of_all(mesh, x, labels):
+    total = all_reduce((x * (labels != -100)).sum(), mesh["dp"])
+    return total / (labels.numel() * mesh.size("dp"))
+
+
+def test_a_mean_that_counts_ignored_labels():
+    notes = notes_of(
+        mean_of_all, mean_of_counted, {"x": "t/dp", "labels": "t/dp"}, "dp=I", {"dp": 2, "t": 8, "seed": 7},
+        draw={"x": values("normal"), "labels": ids("v", ignore=-100)}, dims={"v": (8,)},
+    )  # fmt: skip
+    for label in ("out", "d/d x"):
+        assert "(= the share of labels that counts): a mean divides by all elements" in notes[label][0], notes
+
+
+def test_a_mean_over_kept_elements_in_place_of_all():
+    notes = notes_of(
+        lambda mesh, x, keep: (x * keep).sum() / keep.sum().clamp(min=1),
+        lambda x, keep: (x * keep.astype(x.dtype)).mean(),
+        {"x": "t", "keep": "t"}, "", {"dp": 1, "t": 9, "seed": 3},
+        draw={"x": values("normal"), "keep": mask("t")}, mesh={"dp": (1,)},
+    )  # fmt: skip
+    assert "(= 1/the share of keep that counts): a mean divides by the elements that count" in notes["out"][0], notes
+
+
+def test_a_loss_without_a_pattern_shows_the_place_of_its_gradient():
+    """A term too many at some places, by no line that is easily edited."""
+
+    def total(mesh, x, labels):
+        return all_reduce((x.cosh() + torch.where(labels < 0, x**3, 0.0).sinh()).sum(), mesh["dp"])
+
+    notes = notes_of(
+        total, lambda x, labels: jnp.cosh(x).sum(), {"x": "t/dp", "labels": "t/dp"}, "dp=I", {"dp": 2, "t": 12},
+        draw={"x": values("normal"), "labels": ids("v", ignore=-100)}, dims={"v": (4,)}, reduction=("t",),
+    )  # fmt: skip
+    assert notes["out"][0] == f"see d/d x: {notes['d/d x'][0]}", notes
+
+
+def test_a_fitted_number_of_one_case_is_not_said():
+    notes = notes_of(
+        lambda mesh, x: 3.4 * x.cosh() if x.numel() == 2 else x.cosh() ** 2,
+        lambda x: jnp.cosh(x), {"x": "t/dp"}, "t/dp", {"dp": 1, "t": 2}, draw={"x": values("normal")},
+    )  # fmt: skip
+    assert not any("in this case; not at" in note for of_tensor in notes.values() for note in of_tensor), notes
