@@ -80,7 +80,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     notes = name_edits(scheme, report, failing, notes)
     # 5. The small edit of one line that does.
     notes = name_edited_line(scheme, report, failing, notes)
-    notes = {label: _without_rounding(of_tensor) for label, of_tensor in notes.items()}
+    notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = _of_single_numbers(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
@@ -102,6 +102,11 @@ def _without_rounding(notes: Sequence[Note]) -> tuple[Note, ...]:
     """The notes on one tensor without those on rounding, if a line was found whose repair makes the tensor right."""
     is_repaired = any(note.startswith(f"{FORWARD_EQUAL}: ") for note in notes)
     return tuple(note for note in notes if not (is_repaired and note.scope == ROUNDING))
+
+
+def _without_beginnings(notes: Sequence[Note]) -> tuple[Note, ...]:
+    """The notes without those that another one begins with."""
+    return tuple(note for note in notes if not any(other.startswith(f"{note}; ") for other in notes))
 
 
 def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing: Sequence[Report]) -> Report | None:
