@@ -20,6 +20,7 @@ from shardproof.declare.conditions import (
     with_one_less,
 )
 from shardproof.declare.declaration_failure import DeclarationFailure
+from shardproof.draw.calling_conditions import STORAGE
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.verify_one_case import verify_case
@@ -174,6 +175,10 @@ WRONG = {
         lambda mesh, a, b: (2 * a * ~(torch.arange(len(a))[:, None] == 0), 2 * b), (),
         "the cotangent of out[0] is NaN in rows that are not read",
     ),
+    "autocast": (
+        lambda mesh, a, b: (a @ (2.0 * torch.eye(a.shape[-1])), 2 * b), (),
+        "it is called under torch.autocast to bfloat16",
+    ),
     "second_derivative": (half_of_the_second_derivative, (), "its gradient is differentiated again"),
 }  # fmt: skip
 
@@ -291,13 +296,35 @@ def test_without_the_condition_it_is_missed(name):
 def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     right = declared("unused")
     cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(400)]
-    in_addition = {"overwritten", "second_derivative"}
+    in_addition = {*STORAGE, "overwritten", "autocast", "second_derivative"}
     without_conditions = [case for case in cases if not set(case.conditions) - in_addition]
     assert 0.4 < len(without_conditions) / len(cases) < 0.6
     everywhere = set(CONDITIONS) - {"nan_cotangents"}
     counts = {name: sum(name in case.conditions for case in cases) for name in everywhere}
     assert min(counts.values()) > 8, counts
+    assert 0.4 < sum(bool(set(STORAGE) & set(case.conditions)) for case in cases) / len(cases) < 0.6
     assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).conditions for seed in range(20))
+
+
+def test_tensors_are_strided_alone_all_alike_or_each_in_its_own_way():
+    right = declared("unused")
+    cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(400)]
+    views = [case.conditions["strided"] for case in cases if "strided" in case.conditions]
+    tensors = ["a", "b", "cotangent out[0]", "cotangent out[1]"]
+    assert {tuple(view) for view in views if len(view) == 1} == {(tensor,) for tensor in tensors}
+    assert any(len(view) == 4 and len(set(view.values())) == 1 for view in views)
+    assert any("a" not in view and len(set(view.values())) == 2 for view in views)
+
+
+def test_autocast_is_drawn_in_float32_alone():
+    """In float64 it changes nothing, and 16 bits are what it casts to."""
+    for dtype in ("float32", "bfloat16", "float64"):
+        right = scheme(
+            reference=lambda x: x, mesh={"tp": (1,)}, inputs={"x": "b tp=R"}, outputs="b tp=R", dtypes=(dtype,),
+            excluded_conditions=(),
+        )(lambda mesh, x: x.clone())  # fmt: skip
+        drawn = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(60)]
+        assert any("autocast" in case.conditions for case in drawn) == (dtype == "float32")
 
 
 def test_a_parameter_is_never_a_strided_view():
@@ -318,8 +345,10 @@ def test_a_case_travels_with_its_conditions():
     declaration = declared("call_between")
     case = next(
         case
-        for case in (draw_case(declaration, seeded_chooser(n), {}, seed=n, with_conditions=True) for n in range(99))
-        if "call_between" in case.conditions and case.dims != case.conditions["call_between"]["dims"]
+        for case in (draw_case(declaration, seeded_chooser(n), {}, seed=n, with_conditions=True) for n in range(400))
+        if "call_between" in case.conditions
+        and not {"frozen", "unused", "same_tensor"} & set(case.conditions)
+        and case.dims != case.conditions["call_between"]["dims"]
     )
     assert CaseSpec.from_json(case.json) == case
     assert verify_case(declaration, CaseSpec.from_json(case.json)).verdict == "mismatch"
