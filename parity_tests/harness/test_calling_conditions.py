@@ -306,13 +306,13 @@ def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).conditions for seed in range(20))
 
 
-def test_tensors_are_strided_alone_all_alike_or_each_in_its_own_way():
+def test_tensors_are_strided_alone_or_each_in_its_own_way():
     right = declared("unused")
     cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(400)]
     views = [case.conditions["strided"] for case in cases if "strided" in case.conditions]
     tensors = ["a", "b", "cotangent out[0]", "cotangent out[1]"]
     assert {tuple(view) for view in views if len(view) == 1} == {(tensor,) for tensor in tensors}
-    assert any(len(view) == 4 and len(set(view.values())) == 1 for view in views)
+    assert any(len(view) == 4 for view in views)
     assert any("a" not in view and len(set(view.values())) == 2 for view in views)
 
 

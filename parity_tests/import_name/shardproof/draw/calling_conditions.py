@@ -1,7 +1,7 @@
 """Draw the calling conditions of a case: one or two ways to call it for half of the cases.
 
 The others are drawn in addition. Those that cost nothing: for half of all cases, how their tensors are stored, that the
-caller overwrites its inputs, and that cotangents are NaN in rows that a scheme declares as not read; for a third of the
+caller overwrites its inputs, and that cotangents are NaN in rows that a scheme declares as not read; for half of the
 float32 cases, that autocast is on. Where no cotangents are NaN, a quarter of the cases in the widest dtype are
 differentiated twice.
 """
@@ -26,7 +26,7 @@ from shardproof.draw.inputs import addend_axes
 
 HOW_MANY = (0, 0, 1, 2)
 # Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
-SHARES = {"strided": 3, "expanded": 2, "frozen": 2, "unused": 2}
+SHARES = {"strided": 4, "expanded": 2, "frozen": 2, "unused": 2, "second_backward": 2}
 STORAGE = ("strided", "expanded", "one_storage", "same_tensor")  # a tensor is stored in one way
 STRIDES = ("transposed", "stepped")
 TREES_OF_PARAMETERS = ("parameters", "params", "weights")
@@ -36,7 +36,6 @@ OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid
 OF_EQUAL_FLOATS = ("zeros", "ones")
 WIDE = ("float64", "float32")
 DIFFERENTIATED_TWICE = (False, False, False, True)
-UNDER_AUTOCAST = (False, False, True)
 # Conditions of the backward; a call without gradients has none of them.
 OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
 
@@ -60,7 +59,7 @@ def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseS
         conditions["overwritten"] = True
     if scheme.nan_cotangents and "nan_cotangents" not in scheme.excluded_conditions and choose((False, True)):
         conditions["nan_cotangents"] = list(scheme.nan_cotangents)
-    if dtype == "float32" and "autocast" not in scheme.excluded_conditions and choose(UNDER_AUTOCAST):
+    if dtype == "float32" and "autocast" not in scheme.excluded_conditions and choose((False, True)):
         conditions["autocast"] = True
     if _may_be_differentiated_twice(scheme, conditions, dtype) and choose(DIFFERENTIATED_TWICE):
         conditions["second_derivative"] = True
@@ -139,13 +138,12 @@ def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:
 
 
 def _views(tensors: Sequence[str], choose: Chooser) -> dict[str, str]:
-    """One tensor, all in one way, or each in a way of its own: some stay contiguous then, but not all."""
-    how, first = choose(("one", "alike", "each")), choose(tensors)
-    kind: str = choose(STRIDES)
-    if how == "each":
-        kinds = {tensor: choose((None, *STRIDES)) for tensor in tensors if tensor != first}
-        return {first: kind} | {tensor: other for tensor, other in kinds.items() if other is not None}
-    return dict.fromkeys([first] if how == "one" else tensors, kind)
+    """One tensor, or each in a way of its own: some stay contiguous then, but not all."""
+    first, kind = choose(tensors), choose(STRIDES)
+    if choose((True, False)):
+        return {first: kind}
+    kinds = {tensor: choose((None, *STRIDES)) for tensor in tensors if tensor != first}
+    return {first: kind} | {tensor: other for tensor, other in kinds.items() if other is not None}
 
 
 def _some(names: Sequence[str], choose: Chooser) -> list[str]:
