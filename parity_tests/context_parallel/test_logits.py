@@ -76,9 +76,18 @@ def cost_of_documents(c, causal, window):
     return with_gradient_of_sinks(keys, c, ("cp",))
 
 
+def padded_queries(case, inputs):
+    """The padding of documents, whose output is 0 whatever its cotangent is."""
+    rows = np.arange(SIZE)
+    document = np.searchsorted(DOCUMENTS[1:], rows, side="right")
+    is_padding = rows - DOCUMENTS[document] >= np.diff(WRITTEN)[document]
+    return np.broadcast_to(is_padding, (case.b, case.h, SIZE))
+
+
 @scheme(
     contract=context_parallel_attention,
     reference=of_documents,
+    nan_cotangents={"out": padded_queries},
     mesh={"cp": (1, 2, 4)},
     **specs("s/cp", "cp=I"),
     dims=DIMS,
