@@ -1,5 +1,7 @@
 """Parity of attention with sinks, whose gradient is summed over cp, and with soft-capped logits, for every exchange."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -141,6 +143,18 @@ def test_a_sink_far_below_all_logits_and_a_cap_far_above_change_nothing():
         return torch.equal(plain, with_sinks), bool(capped.isfinite().all())
 
     assert alone(body) == (True, True)
+
+
+def test_sinks_keep_the_digits_that_queries_lack():
+    """bfloat16 rounds a sink of 10.03 to 10, which makes its share 3% smaller, and the output larger."""
+
+    def body(mesh, case):
+        q, sinks = torch.zeros(1, 2, 8, 4, dtype=torch.bfloat16), torch.full((2,), 10.03)
+        out = context_parallel_attention(q, q, torch.ones_like(q), group=mesh["cp"], layout="contiguous", sinks=sinks)
+        return out[..., -1, :].double()
+
+    expected = 8 / (8 + math.exp(10.03))  # the last token sees all
+    np.testing.assert_allclose(alone(body), expected, rtol=torch.finfo(torch.bfloat16).eps)
 
 
 def test_padding_reaches_no_sink_whatever_its_cotangent():
