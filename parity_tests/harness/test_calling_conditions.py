@@ -306,27 +306,6 @@ def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).conditions for seed in range(20))
 
 
-def test_tensors_are_strided_alone_or_each_in_its_own_way():
-    right = declared("unused")
-    cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(400)]
-    views = [case.conditions["strided"] for case in cases if "strided" in case.conditions]
-    tensors = ["a", "b", "cotangent out[0]", "cotangent out[1]"]
-    assert {tuple(view) for view in views if len(view) == 1} == {(tensor,) for tensor in tensors}
-    assert any(len(view) == 4 for view in views)
-    assert any("a" not in view and len(set(view.values())) == 2 for view in views)
-
-
-def test_autocast_is_drawn_in_float32_alone():
-    """In float64 it changes nothing, and 16 bits are what it casts to."""
-    for dtype in ("float32", "bfloat16", "float64"):
-        right = scheme(
-            reference=lambda x: x, mesh={"tp": (1,)}, inputs={"x": "b tp=R"}, outputs="b tp=R", dtypes=(dtype,),
-            excluded_conditions=(),
-        )(lambda mesh, x: x.clone())  # fmt: skip
-        drawn = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(60)]
-        assert any("autocast" in case.conditions for case in drawn) == (dtype == "float32")
-
-
 def test_a_parameter_is_never_a_strided_view():
     """No module has one; by the argument `module`, or by its name."""
     spec = {"x": "b d tp=I", "weight": "d k tp=I", "scale": "d tp=I"}
