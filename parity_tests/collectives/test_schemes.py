@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from parity_tests.collectives import meanings
 from parity_tests.collectives.meanings import uneven
@@ -104,6 +106,19 @@ def sum_to_replicated(mesh, x):
 )
 def sum_to_invariant(mesh, x, out):
     return c.all_reduce(x, mesh["tp"]) if out is None else c.all_reduce(x, mesh["tp"], out=out)
+
+
+@scheme(
+    reference=lambda x: x.sum(0),
+    mesh=WORLDS,
+    inputs={"x": "n/tp a"},
+    outputs="a",
+    draw={"x": integers(-(2**40), 2**40)},
+    cost=lambda case: Cost(forward={"all_reduce": (1, case.a * 8)}),
+)
+def sum_of_integers(mesh, x: Int[Tensor, "n a"]) -> Int[Tensor, "a"]:
+    """Counts are summed as integers, exactly beyond the digits of float32."""
+    return c.all_reduce(x.sum(0), mesh["tp"], out="I")
 
 
 @scheme(
@@ -379,6 +394,7 @@ SCHEMES = (
     sums_in_place,
     sum_to_replicated,
     sum_to_invariant,
+    sum_of_integers,
     maximum,
     gather_to_replicated,
     uneven_gather_to_replicated,

@@ -84,6 +84,7 @@ def context(mesh, size, rotate="allgather", device=None):
     rank_options={"recomputed": (False, True), "masked": ("by position", "by name", None), "embedded": (True, False)},
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
+    excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
 )
 def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
     """A layer that takes the full sequence, with a cross attention to states that each rank has in full.
@@ -108,6 +109,7 @@ def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
     rank_options={"where": ("scope", "after")},
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
+    excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
 )
 def layer_with_a_scope(mesh, x, states, where):
     """Attention is torch's own in a scope, and once the context is left."""

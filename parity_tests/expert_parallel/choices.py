@@ -7,12 +7,12 @@ import numpy as np
 from shardproof import drawn
 from shardproof.draw import inputs
 
-LOADS = ("random", "random", "one", "first", "last", "missing", "dropped")
+LOADS = ("random", "random", "one", "first", "last", "missing", "dropped", "none")
 
 
 def _experts(generator, shape, case):
-    """k experts for each token, no two alike: in random order, or equal for all tokens; some tokens without an expert,
-    or with fewer than k, as capacity leaves them."""
+    """k experts for each token, no two alike: in random order, or equal for all tokens; some or all tokens without an
+    expert, or some with fewer than k, as capacity leaves them."""
     (*tokens, k), size = shape, case.e
     load = LOADS[generator.integers(len(LOADS))]
     order = generator.random((*tokens, size))
@@ -22,7 +22,7 @@ def _experts(generator, shape, case):
         order = np.broadcast_to(np.arange(size) if load == "one" else -np.arange(size), order.shape)
     experts = order.argsort(-1)[..., :k]
     each = (*tokens, k if load == "dropped" else 1)
-    is_missing = generator.random(each) < (0.4 if load in ("missing", "dropped") else 0.0)
+    is_missing = generator.random(each) < {"missing": 0.4, "dropped": 0.4, "none": 1.0}.get(load, 0.0)
     # Numbers of no expert: padding usually has -1, and any below 0 or beyond the last expert is one, in 64 bits.
     of_none = generator.choice((-1, -2, -(2**40), size, size + 1, 2**40), is_missing.shape)
     return np.where(is_missing, of_none, experts).astype(np.int64)

@@ -47,6 +47,7 @@ NAMES = [f"parameters.{part}.{name}" for part, tensors in PARAMETERS.items() for
     dtypes=("float32", "float64"),
     roundings=6,
     reduction=("t", "d", "e", "f"),
+    excluded_conditions=("inference_mode", "autocast"),  # the router's product follows autocast
 )
 def step_of_expert_layer(mesh, x, parameters, k, exchange):
     return trained(mesh, x, parameters, k, exchange)
@@ -88,6 +89,7 @@ NAMES_OF_SEQUENCES = [f"parameters.{part}.{name}" for part, tensors in OF_SEQUEN
     dtypes=("float32", "float64"),
     roundings=6,
     reduction=("b", "s", "d", "e", "f"),
+    excluded_conditions=("inference_mode", "autocast"),  # the router's product follows autocast
 )
 def step_over_cp_and_ep(mesh, x, parameters, k, exchange):
     """Ranks of cp have other tokens of the same sequences, ranks of dp and ep other sequences."""

@@ -20,6 +20,7 @@ from shardproof.declare.conditions import (
     with_one_less,
 )
 from shardproof.declare.declaration_failure import DeclarationFailure
+from shardproof.draw.calling_conditions import STORAGE
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.verify_one_case import verify_case
@@ -174,6 +175,10 @@ WRONG = {
         lambda mesh, a, b: (2 * a * ~(torch.arange(len(a))[:, None] == 0), 2 * b), (),
         "the cotangent of out[0] is NaN in rows that are not read",
     ),
+    "autocast": (
+        lambda mesh, a, b: (a @ (2.0 * torch.eye(a.shape[-1])), 2 * b), (),
+        "it is called under torch.autocast to bfloat16",
+    ),
     "second_derivative": (half_of_the_second_derivative, (), "its gradient is differentiated again"),
 }  # fmt: skip
 
@@ -291,12 +296,13 @@ def test_without_the_condition_it_is_missed(name):
 def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     right = declared("unused")
     cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(400)]
-    in_addition = {"overwritten", "second_derivative"}
+    in_addition = {*STORAGE, "overwritten", "autocast", "second_derivative"}
     without_conditions = [case for case in cases if not set(case.conditions) - in_addition]
     assert 0.4 < len(without_conditions) / len(cases) < 0.6
     everywhere = set(CONDITIONS) - {"nan_cotangents"}
     counts = {name: sum(name in case.conditions for case in cases) for name in everywhere}
     assert min(counts.values()) > 8, counts
+    assert 0.4 < sum(bool(set(STORAGE) & set(case.conditions)) for case in cases) / len(cases) < 0.6
     assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).conditions for seed in range(20))
 
 
@@ -318,8 +324,10 @@ def test_a_case_travels_with_its_conditions():
     declaration = declared("call_between")
     case = next(
         case
-        for case in (draw_case(declaration, seeded_chooser(n), {}, seed=n, with_conditions=True) for n in range(99))
-        if "call_between" in case.conditions and case.dims != case.conditions["call_between"]["dims"]
+        for case in (draw_case(declaration, seeded_chooser(n), {}, seed=n, with_conditions=True) for n in range(400))
+        if "call_between" in case.conditions
+        and not {"frozen", "unused", "same_tensor"} & set(case.conditions)
+        and case.dims != case.conditions["call_between"]["dims"]
     )
     assert CaseSpec.from_json(case.json) == case
     assert verify_case(declaration, CaseSpec.from_json(case.json)).verdict == "mismatch"

@@ -124,7 +124,13 @@ PACKED = dict(
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def packed_layout(mesh, padded, real=None, kind="packed"):
+def with_fill(offsets, fill):
+    """Offsets as a batch of streams has them: -1 behind those of a stream with fewer sequences than another."""
+    return offsets if offsets is None else torch.nn.functional.pad(offsets, (0, fill), value=-1)
+
+
+def packed_layout(mesh, padded, real=None, kind="packed", fill=0):
+    padded, real = with_fill(padded, fill), with_fill(real, fill)
     return TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
 
 
@@ -161,10 +167,11 @@ def gather_cost(gradient):
     dtypes=DTYPES,
     sums="float32",
     cost=gather_cost("R"),
+    rank_options={"fill": (0, 1, 3)},
     **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
 )
-def gathered_by_layout(mesh, x, padded):
-    return packed_layout(mesh, padded).unshard(x, 1, mesh["cp"])
+def gathered_by_layout(mesh, x, padded, fill):
+    return packed_layout(mesh, padded, fill=fill).unshard(x, 1, mesh["cp"])
 
 
 @scheme(
@@ -240,7 +247,7 @@ def tables_of(owner):
 
 OF_STREAM = dict(
     inputs={"ids": "b t", "padded": "n", "real": "n", "prefix_of": "m"},
-    rank_options={"is_rebound": (False, True)},
+    rank_options={"is_rebound": (False, True), "fill": (0, 2)},
     mesh={"cp": (1, 2, 4)},
     dims={**PACKED["dims"], "m": "n-1", "r": "cp"},
     draw={**PACKED["draw"], "ids": integers(0, 9), "prefix_of": drawn(prefixes, integer=True)},
@@ -248,11 +255,12 @@ OF_STREAM = dict(
 StreamTables = tuple[Row, Row, Bool[Tensor, " t"], Int[Tensor, "r n"], Row]
 
 
-def computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, kind):
+def computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, fill, kind):
     """Of this rank's layout, or of one for a single rank that is bound to this one."""
     place = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     built = dict(cp_size=1, cp_rank=0) if is_rebound else place
-    layout = TokenLayout.packed(padded, real, kind=kind, prefix_of=prefix_of, **built)
+    offsets = with_fill(padded, fill), with_fill(real, fill)
+    layout = TokenLayout.packed(*offsets, kind=kind, prefix_of=prefix_of, **built)
     layout = layout.rebind(**place) if is_rebound else layout
     by_token = (layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask))
     return *by_token, layout.local_cu.to(ids)[None], layout.unshard(layout.shard(ids[0], 0), 0, mesh["cp"])
@@ -261,15 +269,15 @@ def computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, kind):
 @scheme(
     reference=tables_of(lambda g, size, ranks: g * ranks // size), outputs=(*["t/cp"] * 3, "r/cp n", "t"), **OF_STREAM
 )
-def tables_of_contiguous_stream(mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound) -> StreamTables:
-    return computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, "contiguous")
+def tables_of_contiguous_stream(mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound, fill) -> StreamTables:
+    return computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, fill, "contiguous")
 
 
 @scheme(
     reference=tables_of(lambda g, size, ranks: g % ranks), outputs=(*["t/cp:striped"] * 3, "r/cp n", "t"), **OF_STREAM
 )
-def tables_of_stripes(mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound) -> StreamTables:
-    return computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, "striped")
+def tables_of_stripes(mesh, ids, padded, real, prefix_of: Int[Tensor, "m"], is_rebound, fill) -> StreamTables:
+    return computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, fill, "striped")
 
 
 def up_to_the_last_token(x, padded, real):
@@ -286,11 +294,12 @@ def up_to_the_last_token(x, padded, real):
     dtypes=DTYPES,
     sums="float32",
     cost=gather_cost("R"),
+    rank_options={"fill": (0, 1, 3)},
     **PACKED,
 )
-def trimmed_by_layout(mesh, x, padded, real):
+def trimmed_by_layout(mesh, x, padded, real, fill):
     """Trimmed, and filled up again to one size."""
-    trimmed = packed_layout(mesh, padded, real).unshard(x, 1, mesh["cp"], trim=True)
+    trimmed = packed_layout(mesh, padded, real, fill=fill).unshard(x, 1, mesh["cp"], trim=True)
     return torch.nn.functional.pad(trimmed, (0, 0, 0, mesh.total("t") - trimmed.shape[1]))
 
 

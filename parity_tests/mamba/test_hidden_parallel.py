@@ -97,6 +97,7 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
     roundings=8,  # the mixer's; a term of each rank in the gradients
+    excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
     cost=cost,
 )
 

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -13,7 +14,7 @@ from parity_tests.mamba.parameters import DRAW, ORDINARY, SIZES, SPECS, settings
 from shardproof import offsets, scheme, values
 from shardproof.declare.declared import flat
 from torch_impl.mamba import Mamba2Mixer
-from torch_impl.mamba.mix import gate
+from torch_impl.mamba.mix import gate, steps
 from torch_impl.mamba.mixer import GroupedNorm
 
 ROUNDINGS = 6  # in_proj, the convolution, y, the gate, the norm, out_proj
@@ -47,12 +48,35 @@ class InParts(Mamba2Mixer):
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("s", "i"),
     roundings=ROUNDINGS,
+    excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
 )
 @pytest.mark.cases(20)
 def mamba2(mesh, u, parameters, groups, cu, variant, chunk_size, in_parts):
     chosen = {**settings_of(parameters, groups), **variant, "chunk_size": chunk_size}
     module = (InParts if in_parts else Mamba2Mixer)(**chosen, device="meta", dtype=u.dtype)
     return functional_call(module, flat(parameters), (u, cu), strict=True)
+
+
+def steps_and_gate(dt, bias, y, z, limits):
+    return jnp.clip(jax.nn.softplus(dt + bias[None, None]), *limits), y * jax.nn.silu(z)
+
+
+@scheme(
+    reference=steps_and_gate,
+    mesh={"cp": (1,)},
+    inputs={"dt": "b s h cp=R", "bias": "h cp=R", "y": "b s i cp=R", "z": "b s i cp=R"},
+    outputs=("b s h cp=R", "b s i cp=R"),
+    options={"limits": ((0.0, float("inf")), (0.3, 0.8))},
+    draw=dict.fromkeys(("dt", "bias", "y", "z"), values("normal", "normal", "ties", "ones")),
+    dtypes=("bfloat16", "float32", "float64"),
+    sums="float32",
+    roundings=2,
+    reduction=("s",),
+)
+@pytest.mark.cases(20)
+def stepped_and_gated(mesh, dt, bias, y, z, limits):
+    """What stands before the recurrence and after it, of which only results are rounded."""
+    return steps(dt, bias, limits), gate(y, z)
 
 
 def norm_of_groups(y, weight, groups):

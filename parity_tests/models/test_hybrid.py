@@ -34,7 +34,7 @@ from torch_impl.models import (
     token_losses,
 )
 
-OF_DTENSOR = ("inference_mode", "second_derivative")  # its backward cuts the graph of a second derivative
+OF_DTENSOR = ("inference_mode", "autocast", "second_derivative")  # its backward cuts the graph of a second derivative
 
 
 def whole_logits(ids, groups, cu_padded, cu_real, parameters, keep=None):

@@ -82,6 +82,12 @@ def test_the_scale_of_a_matrix_does_not_matter():
         assert torch.equal(newton_schulz(X * 2.0**power), newton_schulz(X))
 
 
+def test_autocast_changes_nothing():
+    with torch.autocast("cpu", torch.bfloat16):
+        result = newton_schulz(X.float())
+    assert torch.equal(result, newton_schulz(X.float()))
+
+
 def test_singular_values_come_near_1():
     x = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
     values_before = torch.linspace(0.05, 1.0, 16)

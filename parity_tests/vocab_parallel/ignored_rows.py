@@ -17,3 +17,38 @@ def ignored(name: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndar
 
 
 IGNORED_TARGETS = ignored("target")
+
+
+def next_is_ignored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Of each id but the first, whether it is no token: its position's score is 0."""
+    return IGNORED_TARGETS(case, inputs)[:, 1:]
+
+
+def has_no_next(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Of each of s positions, whether no id follows, or one that is no token."""
+    ignored = next_is_ignored(case, inputs)
+    return np.pad(ignored, ((0, 0), (0, case.s - ignored.shape[1])), constant_values=True)
+
+
+def next_in_row_is_ignored(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
+    """Of u cells of each packed sequence, whether no token follows in it; `lengths_of` names the offsets."""
+
+    def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        after, lengths = np.arange(1, case.u + 1), np.diff(inputs[lengths_of])[:, None]
+        place = np.minimum(inputs["padded"][:-1, None] + after, case.t - 1)
+        return (after >= lengths) | IGNORED_TARGETS(case, inputs)[0, place]
+
+    return rows
+
+
+def has_no_next_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
+    """Of the t tokens of a packed stream, [1, t], whether no token follows in its sequence."""
+
+    def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        ends = inputs["padded"][:-1] + np.diff(inputs[lengths_of])
+        place = np.arange(case.t)
+        sequence = np.searchsorted(inputs["padded"][1:-1], place, side="right")
+        ignored = np.append(IGNORED_TARGETS(case, inputs)[0, 1:], True)
+        return ((place + 1 >= ends[sequence]) | ignored)[None]
+
+    return rows

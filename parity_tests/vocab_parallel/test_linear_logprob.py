@@ -1,29 +1,30 @@
 """Parity of vocab_parallel.linear_logprob."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from jax_ref.layouts import dual_chunk_swap
-from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob
+from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob, logits_of_hidden, logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
+from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED, next_is_ignored
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather, all_reduce
 from torch_impl.vocab_parallel import linear_chunks
 
-FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
+FLOATS = values("normal", "zeros", "normal", "ones", "normal", "iota", "ties", "tiny")
 DECLARED = dict(
     draw={"hidden": FLOATS, "weight": FLOATS, "target": SOME_IGNORED},
-    rank_options={"chunk_size": (None, 1, 2, 5)},
+    rank_options={"chunk_size": (None, 1, 3)},
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("v", "d"),
     roundings=4,  # logits, d logits, this rank's term of d hidden, the result
 )
-SOME = {"v": (8, 5, 13), "d": (3, 5)}
+SOME = {"v": (8, 5, 13), "d": (3, 5, 40)}  # where d is large, all logits are saved
 SHIFTED = dict(
     mesh={"tp": (1, 2, 3, 4)},
     outputs="b s tp=I",
@@ -37,6 +38,7 @@ NEXT = dict(
     outputs="b u tp=I cp=R",
     reference=linear_next_token_logprob,
     dims={**SOME, "u": "s-1"},
+    nan_cotangents={"out": next_is_ignored},
     **DECLARED,
 )
 
@@ -134,7 +136,35 @@ def linear_next_tokens_of_sharded_states(mesh, hidden, weight, target, chunk_siz
     return next_scored(mesh, hidden, weight, target, chunk_size, tied=True)
 
 
-SCHEMES = (linear_logprobs, linear_logprobs_of_sharded_states, linear_next_tokens, linear_next_tokens_of_sharded_states)
+def in_its_sequence(hidden, weight, target, padded):
+    """As `linear_next_token_logprob`; the last token of each sequence has no next one, and scores 0."""
+    is_last = jnp.isin(jnp.arange(1, target.shape[1]), padded)
+    logits = logits_of_hidden(hidden, weight)[:, :-1]
+    return logprob(logits, jnp.where(is_last, -1, target[:, 1:]))
+
+
+PACKED = dict(
+    contract=vp.from_parallel_hidden_states_to_logprobs,
+    **{**NEXT, "reference": in_its_sequence, "outputs": "b u tp=I cp=R"},
+)
+PACKED |= {"dims": {**SOME, "b": (1,), "t": (16, 24), "n": (4, 3), "u": "t-1"}}
+PACKED |= {"draw": {**DECLARED["draw"], "padded": offsets("t", padded=True)}}
+
+
+@scheme(
+    inputs={"hidden": "t/cp:packed b d tp=I", "weight": "v/tp:ragged d cp=R", "target": "b t", "padded": "n"}, **PACKED
+)
+def linear_next_tokens_of_a_stream(mesh, hidden, weight, target, padded, chunk_size):
+    return next_scored(mesh, hidden, weight, target, chunk_size, cu_seqlens_padded=padded)
+
+
+SCHEMES = (
+    linear_logprobs,
+    linear_logprobs_of_sharded_states,
+    linear_next_tokens,
+    linear_next_tokens_of_sharded_states,
+    linear_next_tokens_of_a_stream,
+)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

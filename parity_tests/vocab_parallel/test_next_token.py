@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor, Shard
 from jax_ref.vocab_parallel import next_token_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.decided_rows import decided_rows
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next, next_is_ignored
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, ids, scheme
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
@@ -19,12 +20,13 @@ CUT = dict(
     inputs={"logits": "b s/cp:dual_chunk_swap v/tp:ragged", "target": "b s"},
     outputs="b u tp=I cp=R",
     dims={"u": "s-1", "v": (8, 5, 13)},
-    draw={"target": ids("v", ignore=-100)},
+    draw={"target": SOME_IGNORED, "logits": values(nan_rows=has_no_next)},
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "bfloat16", "float64", "float16"),
     sums="float32",
     reduction=("v",),
+    nan_cotangents={"out": next_is_ignored},
 )
 FILTERED = {
     **CUT,

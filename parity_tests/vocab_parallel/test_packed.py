@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import packed_next_token_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next_in_stream, next_in_row_is_ignored
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, ids, integers, offsets, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -28,7 +29,7 @@ DECLARED = dict(
         "v": (8, 5, 13),
     },  # several sequences over cp=2
     draw={
-        "target": ids("v", ignore=-100),
+        "target": SOME_IGNORED,
         "padded": offsets("t", padded=True),
         "real": offsets("t"),
         "columns": integers(0, 0),
@@ -44,6 +45,16 @@ DECLARED = dict(
     ),
 )
 INPUTS = {"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "real": "n", "columns": "u"}
+
+
+def unread(lengths_of):
+    """The rows that are not read: of logits and of cotangents, where a sequence has no next token."""
+    logits = values(nan_rows=has_no_next_in_stream(lengths_of))
+    return {
+        **DECLARED,
+        "draw": {**DECLARED["draw"], "logits": logits},
+        "nan_cotangents": {"out": next_in_row_is_ignored(lengths_of)},
+    }
 
 
 def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **options):
@@ -73,12 +84,22 @@ def by_real(logits, target, padded, real, columns, temperature):
     )
 
 
-@scheme(reference=by_padded, contract=vp.from_parallel_logits_to_logprobs_packed_sequences, inputs=INPUTS, **DECLARED)
+@scheme(
+    reference=by_padded,
+    contract=vp.from_parallel_logits_to_logprobs_packed_sequences,
+    inputs=INPUTS,
+    **unread("padded"),
+)
 def packed_next_tokens(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     return scored(mesh, logits, target, padded, columns, temperature, chunk_size)
 
 
-@scheme(reference=by_real, contract=vp.from_parallel_logits_to_logprobs_packed_sequences, inputs=INPUTS, **DECLARED)
+@scheme(
+    reference=by_real,
+    contract=vp.from_parallel_logits_to_logprobs_packed_sequences,
+    inputs=INPUTS,
+    **unread("real"),
+)
 def packed_next_tokens_of_real_lengths(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     return scored(mesh, logits, target, padded, columns, temperature, chunk_size, cu_seqlens=real)
 
@@ -92,7 +113,12 @@ def rolled_and_sharded(target, padded, cp, rank):
     return torch.cat(pieces, dim=1)
 
 
-@scheme(reference=by_padded, contract=vp.from_parallel_logits_to_logprobs_packed_sequences, inputs=INPUTS, **DECLARED)
+@scheme(
+    reference=by_padded,
+    contract=vp.from_parallel_logits_to_logprobs_packed_sequences,
+    inputs=INPUTS,
+    **unread("padded"),
+)
 def packed_next_tokens_rolled_before(mesh, logits, target, padded, real, columns, temperature, chunk_size):
     rolled = rolled_and_sharded(target, padded, mesh.size("cp"), mesh.rank("cp"))
     return scored(mesh, logits, rolled, padded, columns, temperature, chunk_size, target_is_pre_rolled=True)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, no_autocast
 from torch_impl.collectives.plain import all_reduce_sum
 from torch_impl.contract import PositiveInt, Sharded, contract
 
@@ -158,9 +158,10 @@ def _iterated(matrices: list[Tensor], steps: int, group: ProcessGroup | None) ->
     squares = [torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64).square() for x in matrices]
     norms = [each.sqrt().clamp_min(MIN_NORM)[..., None, None] for each in _summed(squares, group)]
     matrices = [x / norm.to(x.dtype) for x, norm in zip(matrices, norms, strict=True)]
-    for _ in range(steps):
-        grams = _summed_symmetric([x.mT @ x for x in matrices], group)
-        matrices = [a * x + x @ (b * gram + c * gram @ gram) for x, gram in zip(matrices, grams, strict=True)]
+    with no_autocast(matrices[0].device):
+        for _ in range(steps):
+            grams = _summed_symmetric([x.mT @ x for x in matrices], group)
+            matrices = [a * x + x @ (b * gram + c * gram @ gram) for x, gram in zip(matrices, grams, strict=True)]
     return matrices
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 CONTIGUOUS: dict[str, Any] = {
-    "excluded_conditions": ("inference_mode", "overwritten", "second_derivative", "strided", "expanded")
+    "excluded_conditions": ("inference_mode", "overwritten", "autocast", "second_derivative", "strided", "expanded")
 }
 
 

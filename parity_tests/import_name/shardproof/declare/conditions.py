@@ -18,6 +18,7 @@ output, one forward and one backward. The conditions by name, each with its valu
     overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage; and
                      into all tensors of a call before
     nan_cotangents   [outputs] whose cotangent is NaN in the rows that the scheme declares as not read
+    autocast         true: the forward of a float32 case runs under torch.autocast to bfloat16
     second_derivative  true: the gradient of another call is differentiated once more; see
                      engines/second_derivative.py
 
@@ -45,6 +46,7 @@ CONDITIONS = (
     "inference_mode",
     "overwritten",
     "nan_cotangents",
+    "autocast",
     "second_derivative",
 )
 # A scheme may also exclude this: a mesh that is part of a larger world, which is an extra axis and not a calling
@@ -56,19 +58,25 @@ VIEWS = ("strided", "expanded")
 # Conditions under which a function may send less than its declared cost, or send it twice.
 OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS, "second_derivative")
 # Under these a function may differ by design, for example compute no gradient for a frozen weight.
-NOT_ALWAYS_PROMISED = ("frozen", "unused", "second_backward", *WITHOUT_GRADIENTS, "overwritten", "second_derivative")
+NOT_ALWAYS_PROMISED = (
+    *("frozen", "unused", "second_backward", *WITHOUT_GRADIENTS),
+    *("overwritten", "autocast", "second_derivative"),
+)
 COTANGENT = "cotangent "
+OF_TORCH_LAYERS = ("parity_tests.models.", "parity_tests.parallelizer.", "parity_tests.pipelining.")
 
 
 def excluded_by_default(module: str) -> tuple[str, ...]:
     """Conditions that correct training code often does not support; this project's own schemes support more.
 
-    Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, and
-    few are differentiated twice.
+    Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few
+    are differentiated twice, and torch's own layers follow autocast.
     """
     is_peers = module.startswith("parity_tests.evidence.peers.")
     is_ours = module.partition(".")[0] in ("parity_tests", "shardproof") and not is_peers
-    return ("inference_mode",) if is_ours else ("inference_mode", "overwritten", "second_derivative")
+    if not is_ours:
+        return "inference_mode", "overwritten", "autocast", "second_derivative"
+    return ("inference_mode", "autocast") if module.startswith(OF_TORCH_LAYERS) else ("inference_mode",)
 
 
 def phrases(case: CaseSpec) -> list[str]:
@@ -118,6 +126,7 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
             "inference_mode": "it is called under torch.inference_mode()",
             "one_storage": "the inputs are views of one buffer",
             "overwritten": "the caller overwrites its inputs afterwards",
+            "autocast": "it is called under torch.autocast to bfloat16",
             "second_derivative": "its gradient is differentiated again",
         }[name]
     ]

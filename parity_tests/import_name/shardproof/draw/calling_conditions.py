@@ -1,14 +1,15 @@
-"""Draw the calling conditions of a case: two or three for half of the cases.
+"""Draw the calling conditions of a case: one or two ways to call it for half of the cases.
 
-Three conditions are drawn in addition. Two cost nothing and are drawn for half of all cases: the caller overwrites its
-inputs, and cotangents are NaN in rows that a scheme declares as not read. Where they are not, a quarter of the cases in
-the widest dtype are differentiated twice.
+The others are drawn in addition. Those that cost nothing: for half of all cases, how their tensors are stored, that the
+caller overwrites its inputs, and that cotangents are NaN in rows that a scheme declares as not read; for half of the
+float32 cases, that autocast is on. Where no cotangents are NaN, a quarter of the cases in the widest dtype are
+differentiated twice.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardproof.declare.case import CaseSpec
@@ -23,9 +24,10 @@ from shardproof.declare.declared import Argument, Declared
 from shardproof.declare.draws import Chooser
 from shardproof.draw.inputs import addend_axes
 
-HOW_MANY = (0, 0, 2, 3)
+HOW_MANY = (0, 0, 1, 2)
 # Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
-SHARES = {"strided": 3, "expanded": 2, "frozen": 2, "unused": 2}
+SHARES = {"strided": 4, "expanded": 2, "frozen": 2, "unused": 2, "second_backward": 2}
+STORAGE = ("strided", "expanded", "one_storage", "same_tensor")  # a tensor is stored in one way
 STRIDES = ("transposed", "stepped")
 TREES_OF_PARAMETERS = ("parameters", "params", "weights")
 PARAMETERS = ("weight", "bias")
@@ -41,17 +43,24 @@ OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
 def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec], dtype: str) -> dict[str, Any]:
     """The value of `CaseSpec.conditions` for a case of this dtype; `other` draws the case of a second call."""
     conditions: dict[str, Any] = {}
-    count = choose(HOW_MANY)
-    makers = _applicable(scheme, choose, other) if count else {}
-    for _ in range(count):
-        names = [name for name in makers if name not in conditions and _compatible(name, conditions)]
+    makers = _applicable(scheme, choose, other)
+
+    def add_one_of(candidates: Iterable[str]) -> None:
+        names = [name for name in candidates if name not in conditions and _compatible(name, conditions)]
         if names:
             name = choose([name for name in names for _ in range(SHARES.get(name, 1))])
             conditions[name] = makers[name]()
+
+    if choose((False, True)):
+        add_one_of(name for name in makers if name in STORAGE)
+    for _ in range(choose(HOW_MANY)):
+        add_one_of(name for name in makers if name not in STORAGE)
     if "overwritten" not in scheme.excluded_conditions and choose((False, True)):
         conditions["overwritten"] = True
     if scheme.nan_cotangents and "nan_cotangents" not in scheme.excluded_conditions and choose((False, True)):
         conditions["nan_cotangents"] = list(scheme.nan_cotangents)
+    if dtype == "float32" and "autocast" not in scheme.excluded_conditions and choose((False, True)):
+        conditions["autocast"] = True
     if _may_be_differentiated_twice(scheme, conditions, dtype) and choose(DIFFERENTIATED_TWICE):
         conditions["second_derivative"] = True
     return {name: conditions[name] for name in CONDITIONS if name in conditions}
@@ -69,10 +78,7 @@ def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:
         return False  # one extra run is enough
     if name in OF_THE_BACKWARD:
         return not set(WITHOUT_GRADIENTS) & set(conditions)
-    if name in WITHOUT_GRADIENTS:
-        return not {*OF_THE_BACKWARD, *WITHOUT_GRADIENTS} & set(conditions)
-    storage = {"strided", "expanded", "one_storage", "same_tensor"}  # a tensor is stored in one way
-    return name not in storage or not storage & set(conditions)
+    return name not in WITHOUT_GRADIENTS or not {*OF_THE_BACKWARD, *WITHOUT_GRADIENTS} & set(conditions)
 
 
 def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Callable[[], Any]]:
@@ -132,9 +138,12 @@ def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:
 
 
 def _views(tensors: Sequence[str], choose: Chooser) -> dict[str, str]:
-    chosen = [choose(tensors)] if choose((True, False)) else tensors
-    kind: str = choose(STRIDES)
-    return {tensor: kind for tensor in chosen}
+    """One tensor, or each in a way of its own: some stay contiguous then, but not all."""
+    first, kind = choose(tensors), choose(STRIDES)
+    if choose((True, False)):
+        return {first: kind}
+    kinds = {tensor: choose((None, *STRIDES)) for tensor in tensors if tensor != first}
+    return {first: kind} | {tensor: other for tensor, other in kinds.items() if other is not None}
 
 
 def _some(names: Sequence[str], choose: Chooser) -> list[str]:

@@ -22,6 +22,7 @@ from shardproof.draw.choosers import seeded_chooser
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
+LEAST_PADDING = 4  # more tokens than the padding of a sequence where its stream is not sharded
 KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # Scheme.verify also takes sizes and options
 
 
@@ -391,11 +392,20 @@ def _lengths(
             if borders and not may_be_empty:
                 places = [place for place in places if place != borders[-1]]
         padded = [unit * int(n) for n in np.diff([0, *sorted(borders), blocks])]
+        most = max(unit, LEAST_PADDING) if _has_both_offsets(scheme, name) else unit
         lengths[name] = {
             "padded": padded,
-            "real": [n - choose(range(min(n, unit))) if n else 0 for n in padded],
+            "real": [n - choose(range(min(n, most))) if n else 0 for n in padded],
         }
     return lengths
+
+
+def _has_both_offsets(scheme: Declared, name: str) -> bool:
+    """Whether a scheme tells real from padded sequences of a dim: there is padding then on one rank too."""
+    return {draw.padded for draw in scheme.draws.values() if draw.kind == "offsets" and draw.dim == name} == {
+        False,
+        True,
+    }
 
 
 def _packed_dims(scheme: Declared) -> Sequence[str]:

@@ -68,6 +68,11 @@ def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
     return torch.no_grad() if case.conditions.get("no_grad") else nullcontext()
 
 
+def autocast(case: CaseSpec, device: str) -> AbstractContextManager[Any]:
+    """The context for a forward whose caller has turned autocast on; products must say themselves that it is off."""
+    return torch.autocast(device, dtype=torch.bfloat16) if case.conditions.get("autocast") else nullcontext()
+
+
 def gradients(
     outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], case: CaseSpec
 ) -> tuple[torch.Tensor | None, ...]:

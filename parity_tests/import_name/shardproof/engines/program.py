@@ -325,7 +325,7 @@ class ProgramCall:
     def forward(self) -> dict[str, torch.Tensor]:
         modified = [arg.name for arg in self.program.outputs if arg.modified]
         arguments = {name: leaf.clone() if name in modified else leaf for name, leaf in self.leaves.items()}
-        with calling.grad_mode(self.case):
+        with calling.grad_mode(self.case), calling.autocast(self.case, self.view.device_mesh.device_type):
             returned = self.program.fn(self.view, **nested(arguments), **self.case.options)
             self.module, returned = self.program._module_of(returned)
             self.outputs = self.program._checked_outputs(returned, self.case, self.view, self.coords)
