@@ -63,20 +63,24 @@ NOT_ALWAYS_PROMISED = (
     *("overwritten", "autocast", "second_derivative"),
 )
 COTANGENT = "cotangent "
-OF_TORCH_LAYERS = ("parity_tests.models.", "parity_tests.parallelizer.", "parity_tests.pipelining.")
+# Components whose functions compute in dtypes of their own, whatever autocast says; torch's operations follow it.
+UNDER_AUTOCAST = tuple(
+    f"parity_tests.{name}."
+    for name in ("collectives", "context_parallel", "expert_parallel", "kernels", "layouts", "mamba", "optimizers")
+) + ("parity_tests.vocab_parallel.",)
 
 
 def excluded_by_default(module: str) -> tuple[str, ...]:
     """Conditions that correct training code often does not support; this project's own schemes support more.
 
     Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few
-    are differentiated twice, and torch's own layers follow autocast.
+    are differentiated twice, and torch's own operations follow autocast.
     """
     is_peers = module.startswith("parity_tests.evidence.peers.")
     is_ours = module.partition(".")[0] in ("parity_tests", "shardproof") and not is_peers
     if not is_ours:
         return "inference_mode", "overwritten", "autocast", "second_derivative"
-    return ("inference_mode", "autocast") if module.startswith(OF_TORCH_LAYERS) else ("inference_mode",)
+    return ("inference_mode",) if module.startswith(UNDER_AUTOCAST) else ("inference_mode", "autocast")
 
 
 def phrases(case: CaseSpec) -> list[str]:
