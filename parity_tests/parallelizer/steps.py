@@ -90,8 +90,13 @@ class _Step(torch.autograd.Function):
         for number, loss in enumerate(ctx.losses):
             ctx.model.set_requires_gradient_sync(number == len(ctx.losses) - 1)
             loss.backward(ctx.ranks * cotangent)
-        gradients = {name: to_cpu(x.grad).to(cotangent.device) for name, x in ctx.model.named_parameters()}
+        gradients = {name: _full_gradient(x).to(cotangent.device) for name, x in ctx.model.named_parameters()}
         return None, None, None, *(gradients[name] for name in ctx.names)
+
+
+def _full_gradient(parameter: Tensor) -> Tensor:
+    """The gradient of the full parameter, 0 if none was left on it."""
+    return torch.zeros(parameter.shape) if parameter.grad is None else to_cpu(parameter.grad)
 
 
 def _filled(chosen: Chosen, values: Mapping[str, Tensor]) -> Any:
