@@ -24,29 +24,40 @@ SCOPES: dict[str, dict[str, Any]] = {
 SCALE = 2.0  # of the outputs, which are multiplied in place
 
 
-class Block(nn.Module):
-    """x + tanh(x weight + shift), whose products a cache collects over the calls of each place."""
+def drawn_factors(seed: int | None) -> list[float]:
+    """The random factor of each place in a forward that begins with this seed; 1 without a seed."""
+    if seed is None:
+        return [1.0] * 3
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return [torch.rand(()).item() for _ in range(3)]
 
-    def __init__(self, weight: nn.Parameter, shift: nn.Parameter) -> None:
+
+class Block(nn.Module):
+    """x + tanh(x weight + shift) times a random factor; a cache collects the products over the calls of each place."""
+
+    def __init__(self, weight: nn.Parameter, shift: nn.Parameter, is_random: bool) -> None:
         super().__init__()
-        self.weight, self.shift, self.runs = weight, shift, 0
+        self.weight, self.shift, self.is_random, self.runs = weight, shift, is_random, 0
 
     def forward(self, x: Tensor, cache: dict[int, Tensor] | None, place: int) -> Tensor:
         self.runs += 1
         product = x @ self.weight
         if cache is not None:
             product = cache[place] = torch.cat([cache[place], product]) if place in cache else product
-        return x + torch.tanh(product + self.shift)
+        factor = torch.rand(()).to(x) if self.is_random else 1.0
+        return x + torch.tanh(product + self.shift) * factor
 
 
 class Tower(nn.Module):
     """Three blocks in one list or two, and a head; `shared` says which are one, `frozen` which are not trained."""
 
-    def __init__(self, weights: Tensor, shifts: Tensor, shared: str, frozen: str, lists: int) -> None:
+    def __init__(self, weights: Tensor, shifts: Tensor, shared: str, frozen: str, lists: int, seed: int | None) -> None:
         super().__init__()
         parameters = [nn.Parameter(x.clone(), requires_grad=k not in FROZEN[frozen]) for k, x in enumerate(weights)]
         *of_blocks, head = (parameters[k] for k in WEIGHTS[shared])
-        blocks = [Block(weight, nn.Parameter(x.clone())) for weight, x in zip(of_blocks, shifts, strict=True)]
+        pairs = zip(of_blocks, shifts, strict=True)
+        blocks = [Block(weight, nn.Parameter(shift.clone()), seed is not None) for weight, shift in pairs]
         blocks[1].shift.requires_grad_(frozen != "whole middle")
         places = [blocks[k] for k in MODULES[shared]]
         end = len(places) if lists == 1 else 2
@@ -76,8 +87,10 @@ def gradients_of_steps(
     policy = None if weights.dtype == torch.float64 else MixedPrecisionPolicy()
     model = fsdp2_strategy_parallelize(model, mesh.device_mesh, policy, **SCOPES[scope], **switches)
     for _ in range(steps):
-        y = model(x).mul_(SCALE)
-        y.square().mean().backward()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(tower["seed"] or 0)
+            y = model(x).mul_(SCALE)
+            y.square().mean().backward()
     d_weights, d_shifts = ([torch.zeros_like(each) for each in group] for group in (weights, shifts))
     holders = [block.weight for block in model.places] + [model.head]
     for k, parameter in dict(zip(WEIGHTS[shared], holders, strict=True)).items():
