@@ -77,7 +77,14 @@ class Tower(nn.Module):
 
 
 def gradients_of_steps(
-    mesh: Any, x: Tensor, weights: Tensor, shifts: Tensor, scope: str, steps: int, tower: dict[str, Any], **switches: Any
+    mesh: Any,
+    x: Tensor,
+    weights: Tensor,
+    shifts: Tensor,
+    scope: str,
+    steps: int,
+    tower: dict[str, Any],
+    **switches: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(this rank's outputs; the gradients of weights and of shifts, 0 without one; how often the blocks have run).
 

@@ -24,7 +24,7 @@ def outputs(weights, shifts, x, shared, seed):
 
 
 def runs_of_blocks(shared, frozen, scope):
-    """Each place runs once forward; again backward where its module is recomputed, as one with trained parameters is."""
+    """Each place runs once forward, and again backward if its module is recomputed and has trained parameters."""
     places, frozen_blocks = MODULES[shared], {1} if frozen == "whole middle" else set()
     distinct = [*dict.fromkeys(places)]
     recomputed = {*{"none": [], "second": distinct[::2]}.get(scope, distinct)} - frozen_blocks
@@ -51,7 +51,13 @@ def gradients(x, weights, shifts, shared, frozen, scope, steps, seed):
     dims={"n": (4,), "m": (3,), "d": (4, 3), "e": "d"},
     draw=dict.fromkeys(("x", "weights", "shifts"), values("normal", "ties")),
     nograd=("x", "weights", "shifts"),
-    options={"shared": tuple(WEIGHTS), "frozen": tuple(FROZEN), "scope": tuple(SCOPES), "steps": (1, 2), "seed": (None, 0)},
+    options={
+        "shared": tuple(WEIGHTS),
+        "frozen": tuple(FROZEN),
+        "scope": tuple(SCOPES),
+        "steps": (1, 2),
+        "seed": (None, 0),
+    },
     rank_options={"resharded": (None, True, False), "ahead": (None, 2), "lists": (1, 2)},
     dtypes=("float64", "float32"),
     reduction=("b", "d"),
