@@ -1,6 +1,7 @@
 """Parity of models.staged: a step of the model in stages is the step of the full model, by every schedule."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,10 @@ from torch_impl.optimizers import gradient_norm
 from torch_impl.pipelining.functional import split_model_into_stages
 from torch_impl.pipelining.tied_weights import distinct_parameters
 
-# Two streams of documents of their own, so that every micro-batch has another layout.
+# Two streams with documents of their own, unlike in number, so that every micro-batch has another layout.
 STREAMS = {
     **{"ids": "t", "cu_padded": "q", "cu_real": "q"},
-    **{"other_ids": "o", "other_padded": "q", "other_real": "q"},
+    **{"other_ids": "o", "other_padded": "fewer", "other_real": "fewer"},
 }
 DRAW = {
     **{"ids": token_below("v"), "cu_padded": offsets("t", padded=True), "cu_real": offsets("t")},
@@ -67,7 +68,9 @@ def reference_loss(ids, cu_padded, cu_real, other_ids, other_padded, other_real,
         targets, is_there = next_ids(row, padded, real)
         return token_losses(model(row[None], padded, real)[0], targets, is_there), is_there
 
-    pairs = ((ids, other_ids), (cu_padded, other_padded), (cu_real, other_real))
+    empty = (0, len(cu_padded) - len(other_padded))  # documents without tokens, up to as many
+    padded, real = (jnp.pad(each, empty, mode="edge") for each in (other_padded, other_real))
+    pairs = ((ids, other_ids), (cu_padded, padded), (cu_real, real))
     losses, counted = jax.vmap(of_one)(*(jnp.stack(pair) for pair in pairs))
     return normalised(list(losses), list(counted)), ids, other_ids
 
@@ -78,7 +81,18 @@ def declared(parameters, names):
         "mesh": {"pp": (1, 2), "cp": (1, 2), "tp": (1,)},
         "inputs": {**STREAMS, "groups": "j", "parameters": specs(parameters, "pp=R cp=R")},
         "outputs": ("pp=P cp=P tp=I", "t/cp:packed", "o/cp:packed"),
-        "dims": {**SIZES, **RELATED, "t": (16,), "o": "t", "q": (4,), "h": (4,), "g": (2,), "r": (4,), "j": (2,)},
+        "dims": {
+            **SIZES,
+            **RELATED,
+            "t": (16,),
+            "o": "t",
+            "q": (4,),
+            "fewer": (3,),
+            "h": (4,),
+            "g": (2,),
+            "r": (4,),
+            "j": (2,),
+        },
         "draw": {**DRAW, **drawn(parameters)},
         "rank_options": {
             "schedule": names,
@@ -181,10 +195,10 @@ def streams_of(*lengths):
     ]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_stage_tells_the_shapes_that_it_has(tp):
+@pytest.mark.parametrize(("tp", "vocab_size"), [(1, 12), (2, 12), (2, 13)])
+def test_a_stage_tells_the_shapes_that_it_has(tp, vocab_size):
     def body(mesh, case):
-        model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
+        model = HybridLM(replace(SMALL, vocab_size=vocab_size), Placement(mesh["cp"], mesh["tp"]))
         parallelize_module(model, mesh.device_mesh["tp"], tensor_parallel_plan(SMALL.layers))
         (stream,) = streams_of(8)
         (entering,), (leaving,) = model.get_pipeline_stage_metas(True, 1, 8, torch.float32)
