@@ -27,6 +27,7 @@ from parity_tests.models.parameters import (
     specs,
 )
 from parity_tests.models.staged_gradients import in_stages, staged_loss
+from parity_tests.parallelizer.styled import ceil_rule
 from shardproof import CaseSpec, check, every_case, integers, offsets, scheme, token_below, values
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
@@ -57,6 +58,8 @@ DRAW = {
     **{"other_ids": token_below("v"), "other_padded": offsets("o", padded=True), "other_real": offsets("o")},
     "groups": integers(0, 0),
 }
+SIZES_OF_STAGES = SIZES | RELATED | {"t": (16,), "o": "t", "q": (4,), "fewer": (3,)}
+SIZES_OF_STAGES |= {"h": (4,), "g": (2,), "r": (4,), "j": (2,)}
 Returned = tuple[Float[Tensor, ""], Int[Tensor, " l"], Int[Tensor, " l"]]
 
 
@@ -75,24 +78,13 @@ def reference_loss(ids, cu_padded, cu_real, other_ids, other_padded, other_real,
     return normalised(list(losses), list(counted)), ids, other_ids
 
 
-def declared(parameters, names):
+def declared(parameters, names, **changes):
     return {
         "reference": reference_loss,
         "mesh": {"pp": (1, 2), "cp": (1, 2), "tp": (1,)},
         "inputs": {**STREAMS, "groups": "j", "parameters": specs(parameters, "pp=R cp=R")},
         "outputs": ("pp=P cp=P tp=I", "t/cp:packed", "o/cp:packed"),
-        "dims": {
-            **SIZES,
-            **RELATED,
-            "t": (16,),
-            "o": "t",
-            "q": (4,),
-            "fewer": (3,),
-            "h": (4,),
-            "g": (2,),
-            "r": (4,),
-            "j": (2,),
-        },
+        "dims": SIZES_OF_STAGES,
         "draw": {**DRAW, **drawn(parameters)},
         "rank_options": {
             "schedule": names,
@@ -102,6 +94,7 @@ def declared(parameters, names):
         "dtypes": DTYPES,
         "reduction": ("t", "f"),
         "roundings": 2 * ROUNDINGS,
+        **changes,
     }
 
 
@@ -122,7 +115,16 @@ def tied_hybrid_in_stages(
     return parallel(mesh, streams, groups, parameters, schedule=schedule, mamba=mamba, exchange=exchange)
 
 
-@scheme(**declared(UNTIED, ("1F1B", "GPipe")))
+IN_CEIL_SHARDS = {name: spec.replace("v/tp", "v/tp:ceil") for name, spec in UNTIED.items()}
+OVER_TP = {  # which does not divide the vocabulary
+    "mesh": {"pp": (1, 2), "cp": (1, 2), "tp": (1, 2)},
+    "layouts": {"ceil": ceil_rule},
+    "inputs": {**STREAMS, "groups": "j", "parameters": specs(IN_CEIL_SHARDS, "pp=R cp=R")},
+    "dims": SIZES_OF_STAGES | {"v": (13,)},
+}
+
+
+@scheme(**declared(UNTIED, ("1F1B", "GPipe"), **OVER_TP))
 def hybrid_in_stages(
     mesh, ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, parameters, schedule, mamba, exchange
 ) -> Returned:
