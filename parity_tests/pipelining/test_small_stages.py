@@ -1,5 +1,7 @@
 """Parity of small decoders in stages: ties of every kind, and shapes that are told again."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +15,7 @@ from parity_tests.pipelining.written_orders import fill_and_drain, two_in_flight
 from shardproof import CaseSpec, scheme, token_below, values
 from shardproof.engines.engines import run
 from torch_impl.pipelining import Times, simulate, stage_to_rank
+from torch_impl.pipelining._torch_compat import _in_separate_buffers
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.order import Action
 from torch_impl.pipelining.schedule import build_pipeline_schedule
@@ -172,6 +175,16 @@ def test_opening_messages_have_buffers_of_their_own(name, messages):
 
     # Of a v stages 0 and 3 are on the first rank; dealt out in turn, a stage has both neighbours on the other rank.
     assert run(body, CaseSpec("opening", {"dp": 2, "pp": 2})).results == ((messages, messages, {(1,)}),) * 4
+
+
+def test_messages_of_one_tensor_get_a_buffer_each():
+    """As torch 2.11 makes them; lockstep separates the messages of its stages itself."""
+    shared = torch.zeros(())
+    messages = [SimpleNamespace(tensor=shared, group_peer=peer, peer=peer + 1) for peer in (0, 1, 0)]
+    remote = _in_separate_buffers(lambda: messages, rank=1)
+    assert [message.group_peer for message in remote] == [0, 0]
+    assert len({message.tensor.data_ptr() for message in remote}) == 2
+    assert {tuple(message.tensor.shape) for message in remote} == {(1,)}
 
 
 @pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
