@@ -104,15 +104,17 @@ def timeline(
     forward: jax.Array,
     backward: jax.Array,
     p2p: jax.Array,
+    weight: jax.Array | None = None,
 ) -> tuple[dict[tuple[int, str, int], jax.Array], list[jax.Array]]:
-    """(end of each forward, backward and send; time that each rank computes) of an order with two kinds of work.
+    """(end of each forward, backward and send; time that each rank computes) of an order of forwards and backwards.
 
         start = max(end of the rank's work before, arrival)    end = start + duration of the stage
 
     `order` has rows of (stage, kind, micro-batch), `placed` the rank of each stage. An input from another rank arrives
     p2p after it was sent, or after it was computed if the order states no messages; a send takes no time, and within a
-    rank nothing is sent.
+    rank nothing is sent. Of halved backwards `backward` is the time of the first half, I, and `weight` of the other, W.
     """
+    durations = {"F": forward, "B": backward, "I": backward, "W": weight}
     ends: dict[tuple[int, str, int], jax.Array] = {}
     left, free, busy = [list(row) for row in order], [0.0 * p2p] * len(order), [0.0 * p2p] * len(order)
     sends = any(kind.startswith("SEND") for row in order for _, kind, _ in row)
@@ -123,13 +125,13 @@ def timeline(
                 stage, kind, m = row[0]
                 source = stage - 1 if kind == "F" else stage + 1
                 start = free[rank]
-                if kind in ("F", "B") and 0 <= source < len(placed):
+                if kind in ("F", "B", "I") and 0 <= source < len(placed):
                     is_remote = placed[source] != rank
-                    needed = source, f"SEND_{kind}" if is_remote and sends else kind, m
+                    needed = source, f"SEND_{kind.replace('I', 'B')}" if is_remote and sends else kind, m
                     if needed not in ends:
                         break
                     start = jax.numpy.maximum(start, ends[needed] + (p2p if is_remote else 0.0))
-                duration = {"F": forward, "B": backward}[kind][stage] if kind in ("F", "B") else 0.0
+                duration = durations[kind][stage] if kind in durations else 0.0
                 ends[row.pop(0)] = start + duration
                 free[rank], busy[rank] = start + duration, busy[rank] + duration
         if len(ends) == done:

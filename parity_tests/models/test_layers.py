@@ -81,8 +81,11 @@ def test_a_number_of_no_expert_counts_as_zero(dtype):
     assert torch.equal(second, torch.zeros_like(second)) and first.abs().sum() > 0
 
 
-def step_of_layer(x, parameters, k, balance, z):
-    """Of all micro-batches the mean square, and the mean over all sequences of the losses of the router."""
+def step_of_layer(x, parameters, k, balance, z, steps):
+    """In each step the mean square of all micro-batches, and the mean over all sequences of the losses of the router.
+
+    The mean square outside of a step is added.
+    """
     router, stacks = parameters["router"]["weight"], parameters["experts"]
     e, d, f = stacks["down_proj"].shape
     gate_up = stacks["gate_up_proj"].reshape(e, 2, f, d)
@@ -90,7 +93,7 @@ def step_of_layer(x, parameters, k, balance, z):
     _, experts, probabilities = softmax_top_k(logits, k)
     y = jnp.stack([all_experts(each, router, gate_up, stacks["down_proj"], k) for each in x])
     of_balance = jnp.stack([sequence_balance_loss(*each) for each in zip(probabilities, experts, strict=True)])
-    return jnp.mean(y**2) + balance * of_balance.mean() + z * z_loss(logits)
+    return (steps + 1) * jnp.mean(y**2) + steps * (balance * of_balance.mean() + z * z_loss(logits))
 
 
 OF_LAYER = {
@@ -122,7 +125,7 @@ def moe_of(parameters, placement, k, balance, z):
     outputs="dp=P cp=P",
     dims={"m": (2, 1), "d": (4, 3), "e": (4, 3), "f": (6, 4), "u": "2*f"},
     draw={name: values("normal") for name in ("x", *LEAVES_OF_LAYER)},
-    options={"k": (1, 2, 3), "balance": (0.5, 0.0), "z": (0.25, 0.0)},
+    options={"k": (1, 2, 3), "balance": (0.5, 0.0), "z": (0.25, 0.0), "steps": (1, 2)},
     nograd=("x",),
     module="parameters",
     dtypes=("float32", "float64"),
@@ -130,16 +133,24 @@ def moe_of(parameters, placement, k, balance, z):
     reduction=("b", "s", "d", "f"),
 )
 @pytest.mark.cases(20)
-def step_with_router_losses(mesh, x, parameters, k, balance, z):
+def step_with_router_losses(mesh, x, parameters, k, balance, z, steps):
+    """Steps, and a forward and backward outside of one."""
     layer = moe_of(parameters, Placement(mesh["cp"], mesh["cp"]), k, balance, z)
-    layer.begin_step(shards=len(x) * mesh.total("b") * mesh.size("cp"), averaged_over=1)
-    total = x.new_zeros(())
-    for batch in x:
-        loss = layer(batch).square().sum() / (len(x) * mesh.total("b") * mesh.total("s") * x.shape[-1])
-        loss.backward()
-        total = total + loss.detach()
+    numbers, shares = len(x) * mesh.total("b") * mesh.total("s") * x.shape[-1], []
+
+    def of_microbatches():
+        for batch in x:
+            loss = layer(batch).square().sum() / numbers
+            loss.backward()
+            shares.append(loss.detach())
+
+    for _ in range(steps):
+        layer.begin_step(shards=len(x) * mesh.total("b") * mesh.size("cp"), averaged_over=1)
+        of_microbatches()
+        shares += layer.end_step()
+    of_microbatches()
     sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])
-    return total + sum(layer.end_step()), layer
+    return torch.stack(shares).sum(), layer
 
 
 def step_of_packed_layer(x, cu_padded, cu_real, parameters, k, balance, z):

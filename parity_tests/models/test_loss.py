@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import pytest
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from jax_ref.models import Config, next_ids
 from jax_ref.models import normalised as whole_normalised
@@ -54,16 +56,19 @@ def whole_loss(ids, cu_padded, cu_real, keep, other_ids, other_padded, other_rea
     return {"loss": whole_normalised(losses, counted), "first": losses[0], "second": losses[1]}
 
 
-def parallel_loss(mesh, streams, groups, parameters, **chosen):
+def parallel_loss(mesh, streams, groups, parameters, ignored, **chosen):
+    """`ignored` says how far outside of the vocabulary the targets of tokens are that do not count."""
     dp, cp = (mesh.size(axis) for axis in ("dp", "cp"))
     local_streams = [rank_stream(each, cp, mesh.rank("cp")) for each in streams_of_rank(streams, dp, mesh.rank("dp"))]
-    count = valid_count([each.targets for each in local_streams], [mesh["dp"], mesh["cp"]])
     vocab_size = parameters["embed_tokens"]["weight"].shape[0] * mesh.size("tp")
+    outside = ignored if ignored < 0 else vocab_size + ignored
+    targets = [torch.where(each.targets == IGNORED, outside, each.targets) for each in local_streams]
+    count = valid_count(targets, [mesh["dp"], mesh["cp"]], *([vocab_size] if ignored >= 0 else []))
     losses = [
         token_losses(
-            rank_logits(mesh, each.ids, each.layout, parameters, groups, **chosen), each.targets, mesh["tp"], vocab_size
+            rank_logits(mesh, each.ids, each.layout, parameters, groups, **chosen), of_stream, mesh["tp"], vocab_size
         )
-        for each in local_streams
+        for each, of_stream in zip(local_streams, targets, strict=True)
     ]
     everyone = [torch.zeros_like(losses[0][0]) for _ in streams]
     everyone[mesh.rank("dp") :: dp] = [each[0] for each in losses]
@@ -73,7 +78,11 @@ def parallel_loss(mesh, streams, groups, parameters, **chosen):
 
 @scheme(
     mesh={"dp": (1, 2), "cp": (1, 2), "tp": (1, 2)},
-    rank_options={"mamba": ("state", "hidden"), "exchange": ("ulysses", "ring", "all_gather")},
+    rank_options={
+        "mamba": ("state", "hidden"),
+        "exchange": ("ulysses", "ring", "all_gather"),
+        "ignored": (IGNORED, -1, 0, 5),
+    },
     reference=whole_loss,
     inputs={**STREAMS, "groups": "j", "parameters": specs(UNTIED, "dp=R cp=R")},
     outputs={"loss": "dp=P cp=P tp=I", "first": "t/cp:packed dp=P tp=I", "second": "o/cp:packed dp=P tp=I"},
@@ -98,9 +107,26 @@ def hybrid_loss(
     parameters,
     mamba,
     exchange,
+    ignored,
 ):
     streams = [Stream(ids, cu_padded, cu_real, keep), Stream(other_ids, other_padded, other_real, other_keep)]
-    return parallel_loss(mesh, streams, len(groups), parameters, mamba=mamba, exchange=exchange)
+    return parallel_loss(mesh, streams, len(groups), parameters, ignored, mamba=mamba, exchange=exchange)
+
+
+@scheme(
+    reference=lambda ids: ids,
+    mesh={"dp": (1, 2, 3)},
+    inputs={"ids": "n t"},
+    outputs="n/dp:striped t",
+    draw={"ids": integers(0, 1000)},
+    dims={"n": (6,), "t": (1, 3)},
+)
+@pytest.mark.cases(6)
+def streams_in_turn(mesh, ids: Int[Tensor, "n t"]) -> Int[Tensor, "n t"]:
+    """Each rank of data has every dp-th stream, in the order of the batch."""
+    ends = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
+    dealt = streams_of_rank([Stream(row, ends, ends) for row in ids], mesh.size("dp"), mesh.rank("dp"))
+    return torch.stack([stream.ids for stream in dealt])
 
 
 def test_means_of_ranks_are_another_number():

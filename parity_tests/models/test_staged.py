@@ -1,6 +1,7 @@
 """Parity of models.staged: a step of the model in stages is the step of the full model, by every schedule."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from parity_tests.models.parameters import (
     specs,
 )
 from parity_tests.models.staged_gradients import in_stages, staged_loss
+from parity_tests.parallelizer.styled import ceil_rule
 from shardproof import CaseSpec, check, every_case, integers, offsets, scheme, token_below, values
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
@@ -46,16 +48,18 @@ from torch_impl.optimizers import gradient_norm
 from torch_impl.pipelining.functional import split_model_into_stages
 from torch_impl.pipelining.tied_weights import distinct_parameters
 
-# Two streams of documents of their own, so that every micro-batch has another layout.
+# Two streams with documents of their own, unlike in number, so that every micro-batch has another layout.
 STREAMS = {
     **{"ids": "t", "cu_padded": "q", "cu_real": "q"},
-    **{"other_ids": "o", "other_padded": "q", "other_real": "q"},
+    **{"other_ids": "o", "other_padded": "fewer", "other_real": "fewer"},
 }
 DRAW = {
     **{"ids": token_below("v"), "cu_padded": offsets("t", padded=True), "cu_real": offsets("t")},
     **{"other_ids": token_below("v"), "other_padded": offsets("o", padded=True), "other_real": offsets("o")},
     "groups": integers(0, 0),
 }
+SIZES_OF_STAGES = SIZES | RELATED | {"t": (16,), "o": "t", "q": (4,), "fewer": (3,)}
+SIZES_OF_STAGES |= {"h": (4,), "g": (2,), "r": (4,), "j": (2,)}
 Returned = tuple[Float[Tensor, ""], Int[Tensor, " l"], Int[Tensor, " l"]]
 
 
@@ -67,18 +71,20 @@ def reference_loss(ids, cu_padded, cu_real, other_ids, other_padded, other_real,
         targets, is_there = next_ids(row, padded, real)
         return token_losses(model(row[None], padded, real)[0], targets, is_there), is_there
 
-    pairs = ((ids, other_ids), (cu_padded, other_padded), (cu_real, other_real))
+    empty = (0, len(cu_padded) - len(other_padded))  # documents without tokens, up to as many
+    padded, real = (jnp.pad(each, empty, mode="edge") for each in (other_padded, other_real))
+    pairs = ((ids, other_ids), (cu_padded, padded), (cu_real, real))
     losses, counted = jax.vmap(of_one)(*(jnp.stack(pair) for pair in pairs))
     return normalised(list(losses), list(counted)), ids, other_ids
 
 
-def declared(parameters, names):
+def declared(parameters, names, **changes):
     return {
         "reference": reference_loss,
         "mesh": {"pp": (1, 2), "cp": (1, 2), "tp": (1,)},
         "inputs": {**STREAMS, "groups": "j", "parameters": specs(parameters, "pp=R cp=R")},
         "outputs": ("pp=P cp=P tp=I", "t/cp:packed", "o/cp:packed"),
-        "dims": {**SIZES, **RELATED, "t": (16,), "o": "t", "q": (4,), "h": (4,), "g": (2,), "r": (4,), "j": (2,)},
+        "dims": SIZES_OF_STAGES,
         "draw": {**DRAW, **drawn(parameters)},
         "rank_options": {
             "schedule": names,
@@ -88,6 +94,7 @@ def declared(parameters, names):
         "dtypes": DTYPES,
         "reduction": ("t", "f"),
         "roundings": 2 * ROUNDINGS,
+        **changes,
     }
 
 
@@ -108,7 +115,16 @@ def tied_hybrid_in_stages(
     return parallel(mesh, streams, groups, parameters, schedule=schedule, mamba=mamba, exchange=exchange)
 
 
-@scheme(**declared(UNTIED, ("1F1B", "GPipe")))
+IN_CEIL_SHARDS = {name: spec.replace("v/tp", "v/tp:ceil") for name, spec in UNTIED.items()}
+OVER_TP = {  # which does not divide the vocabulary
+    "mesh": {"pp": (1, 2), "cp": (1, 2), "tp": (1, 2)},
+    "layouts": {"ceil": ceil_rule},
+    "inputs": {**STREAMS, "groups": "j", "parameters": specs(IN_CEIL_SHARDS, "pp=R cp=R")},
+    "dims": SIZES_OF_STAGES | {"v": (13,)},
+}
+
+
+@scheme(**declared(UNTIED, ("1F1B", "GPipe"), **OVER_TP))
 def hybrid_in_stages(
     mesh, ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, parameters, schedule, mamba, exchange
 ) -> Returned:
@@ -181,10 +197,10 @@ def streams_of(*lengths):
     ]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_stage_tells_the_shapes_that_it_has(tp):
+@pytest.mark.parametrize(("tp", "vocab_size"), [(1, 12), (2, 12), (2, 13)])
+def test_a_stage_tells_the_shapes_that_it_has(tp, vocab_size):
     def body(mesh, case):
-        model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
+        model = HybridLM(replace(SMALL, vocab_size=vocab_size), Placement(mesh["cp"], mesh["tp"]))
         parallelize_module(model, mesh.device_mesh["tp"], tensor_parallel_plan(SMALL.layers))
         (stream,) = streams_of(8)
         (entering,), (leaving,) = model.get_pipeline_stage_metas(True, 1, 8, torch.float32)

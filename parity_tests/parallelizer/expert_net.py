@@ -29,7 +29,7 @@ class Mixture(nn.Module):
         tokens = x.flatten(0, 1)
         logits = self.router(tokens)
         gates, chosen, _ = softmax_top_k(logits, self.k, norm_topk_prob=True)
-        routed = self.experts(tokens, chosen, gates.to(x.dtype))
+        routed = self.experts(tokens, chosen, gates.double())  # as wide as a router beside narrower states
         return routed.view_as(x) + self.shared_down(F.silu(self.shared_up(x))), logits
 
 

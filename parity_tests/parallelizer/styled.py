@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from torch_impl.parallelizer import to_cpu, translate_to_torch_parallel_style
 from torch_impl.parallelizer.tp_plan import apply_plan, check_plan
@@ -78,8 +81,15 @@ class Stacks(nn.Module):
         return out
 
 
-def styled(mesh: Any, module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
-    """The module under a plan of names. A stack's entry is written `module:parameter`."""
+def styled(
+    mesh: Any, module: nn.Module, plan: Mapping[str, str], frozen: str | None = None, by_torch: bool = False
+) -> nn.Module:
+    """The module under a plan of names, one parameter frozen. A stack's entry is written `module:parameter`.
+
+    `by_torch` applies the styles by torch's own function, as a caller may.
+    """
+    if frozen:
+        module.get_parameter(frozen).requires_grad_(False)
     styles = {}
     for key, name in plan.items():
         path, _, parameter = key.partition(":")
@@ -97,14 +107,19 @@ def styled(mesh: Any, module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
             for parameter in module.parameters():
                 parameter.add_(1.0)
     check_plan(module, styles, mesh.device_mesh)
+    if by_torch:
+        return parallelize_module(module, mesh.device_mesh, styles)
     apply_plan(module, styles, mesh.device_mesh)
     return module
 
 
 def accumulated(
-    module: nn.Module, inputs: tuple[Tensor, ...], cotangent: Tensor, weights: Tensor, times: int
+    module: nn.Module, inputs: tuple[Tensor, ...], cotangent: Tensor, weights: Tensor, times: int, fails: bool = False
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Output; gradients of the floating inputs; of trained parameters, whole. `times` backwards, all into `.grad`."""
+    """Output; gradients of the floating inputs; of parameters, whole, 0 if frozen. `times` backwards, all into `.grad`.
+
+    With `fails` forwards that fail come last, and parameters are then read as a user reads them, `module.weight`.
+    """
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     first: Any = None
     for part in TIMES[times]:
@@ -113,8 +128,34 @@ def accumulated(
         first = y.detach() if first is None else first
         assert torch.equal(y, first)  # no backward changes the next forward
         y.backward(cotangent * weights[part].sum())
-    named = dict(module.named_parameters(remove_duplicate=False))
+    if fails:
+        fail_inside(module, leaves)
+    named = {name: attrgetter(name)(module) for name, _ in module.named_parameters(remove_duplicate=False)}
     assert all(parameter.grad is None for parameter in named.values() if not parameter.requires_grad)
-    gradients = {name: to_cpu(parameter.grad) for name, parameter in named.items() if parameter.requires_grad}
+    gradients = {
+        name: to_cpu(parameter.grad) if parameter.requires_grad else torch.zeros(parameter.shape)
+        for name, parameter in named.items()
+    }
     assert all(type(gradient) is Tensor for gradient in gradients.values())
     return first, [x.grad for x in leaves if x.requires_grad], gradients
+
+
+class Failure(Exception):
+    """A forward has failed."""
+
+
+def fail_inside(module: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Call the module with a layer that fails, for each layer that has parameters."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise Failure
+
+    for layer in module.modules():
+        if layer._parameters:
+            forward = vars(layer).get("forward")
+            layer.forward = fail
+            with contextlib.suppress(Failure):
+                module(*inputs)
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward

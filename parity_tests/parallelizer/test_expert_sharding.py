@@ -47,8 +47,11 @@ def of_one_batch(x, parameters, k):
     return jnp.mean(y**2) + BALANCE * balance + Z * z
 
 
-def of_both_batches(x, parameters, k):
-    return of_one_batch(x[0], parameters, k) + of_one_batch(x[1], parameters, k)
+def of_both_batches(x, parameters, k, mesh):
+    """The loss; the bits of the gates that reach the experts; of each expert, the columns that a rank stores."""
+    d, ranks = x.shape[-1], mesh["dp_shard"] * mesh["cp"]
+    facts = jnp.asarray([64, d if d % ranks else d // ranks], x.dtype)
+    return of_one_batch(x[0], parameters, k) + of_one_batch(x[1], parameters, k), facts
 
 
 def sequences_can_be_sharded(case):
@@ -60,8 +63,8 @@ def sequences_can_be_sharded(case):
     reference=of_both_batches,
     mesh={"dp_shard": (1, 2), "cp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
     inputs={"x": "m t/dp_shard/cp/ep d", "parameters": PARAMETERS},
-    outputs=AXES,
-    dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 7), "f": (4, 3), "g": (8,), "o": (3,)},
+    outputs=(AXES, f"facts {AXES}"),
+    dims={"facts": (2,), "m": (2,), "two": (2,), "e": (4, 8), "d": (4, 7), "f": (4, 3), "g": (8,), "o": (3,)},
     draw=dict.fromkeys(("x", *(f"parameters.{name}" for name in PARAMETERS)), values("normal")),
     options={"k": (2, 1, 3)},
     rank_options={"recomputed": (False, True), "resharded": (None, False), "in_sequence_shards": (False, True)},
@@ -79,16 +82,23 @@ def step_of_sharded_experts(mesh, x, parameters, k, recomputed, resharded, in_se
     names = ("router.weight", "experts.gate_up_proj", "experts.down_proj", "shared_up.weight", "shared_down.weight")
     named = {f"blocks.0.mixture.{name}": p[leaf] for name, leaf in zip(names, PARAMETERS, strict=False)}
     named["head.weight"] = p["head"]
+    facts = {}
 
     def local_loss(*tensors):
         net = ExpertNet({name: x.contiguous() for name, x in zip(named, tensors, strict=True)}, k)
+        net.blocks[0].mixture.experts.register_forward_pre_hook(note_gates)
         model = fsdp2_strategy_parallelize(
-            net, mesh.device_mesh, MixedPrecisionPolicy(), plan(),
+            net, mesh.device_mesh, MixedPrecisionPolicy(param_dtype=x.dtype), plan(),
             activation_checkpointing=recomputed, reshard_after_forward=resharded, sequence_parallel=in_sequence_shards,
         )  # fmt: skip
+        facts["columns"] = net.blocks[0].mixture.experts.gate_up_proj.to_local().shape[2]
         return model, [model.loss(batch, mesh.total("t"), axes.loss_mesh.get_group()) for batch in x]
 
-    return reduced_loss(axes, named, local_loss)
+    def note_gates(module, arguments):
+        facts["bits"] = torch.finfo(arguments[2].dtype).bits
+
+    loss = reduced_loss(axes, named, local_loss)
+    return loss, x.new_tensor([facts["bits"], facts["columns"]])
 
 
 MESHES = [

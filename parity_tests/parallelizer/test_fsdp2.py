@@ -110,10 +110,12 @@ def cost(c):
 
 @scheme(
     reference=loss_of(PHI3),
+    rank_options={"has_policy": (False, True)},
     **declared(PHI3, {"dp_shard": (1, 2, 4)}, dtypes=("bfloat16",), roundings=16, cost=cost),
 )
-def fully_sharded_step_in_bfloat16(mesh, parameters, token, target):
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+def fully_sharded_step_in_bfloat16(mesh, parameters, token, target, has_policy):
+    """The default policy communicates as much as one that names its dtypes."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if has_policy else None
     return step(mesh, PHI3, parameters, token, target, policy)
 
 

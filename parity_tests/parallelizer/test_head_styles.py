@@ -53,12 +53,12 @@ def conv1d(weight, bias):
     return layer
 
 
-def packed_reference(x, weight, bias, out, out_bias, cotangent, weights):
+def packed_reference(x, weight, bias, out, out_bias, cotangent, weights, is_frozen):
     def forward(x, weight, bias, out, out_bias):
         q, k, v = jnp.moveaxis(jnp.einsum("bi,ipo->bpo", x, weight) + bias[None], 1, 0)
         return (q * k + v) @ out + out_bias[None]
 
-    return differentiated(forward, (x, weight, bias, out, out_bias), cotangent, weights)
+    return differentiated(forward, (x, weight, bias, out, out_bias), cotangent, weights, 1 if is_frozen else None)
 
 
 CONV1D = {"x": "b i tp=I", "weight": "i p o tp=I", "bias": "p o tp=I", "out": "o d tp=I", "out_bias": "d tp=I"}
@@ -67,6 +67,7 @@ DECLARED = dict(
     mesh={"tp": (1, 2, 4)},
     inputs={**CONV1D, "cotangent": "b d tp=I", "weights": "n tp=I"},
     outputs=OUTPUTS,
+    options={"is_frozen": (False, True)},
     rank_options={"times": (1, 2, 3)},
     nograd=(*CONV1D, "cotangent", "weights"),
     draw=dict.fromkeys((*CONV1D, "cotangent", "weights"), ORDINARY),
@@ -80,19 +81,21 @@ DECLARED = dict(
     dims={"b": (2,), "i": (3,), "p": (3,), "o": (4, 8), "d": (5,), "n": (3,)},
     **DECLARED,
 )
-def packed_conv1d_heads(mesh, x, weight, bias, out, out_bias, cotangent, weights, times):
+def packed_conv1d_heads(mesh, x, weight, bias, out, out_bias, cotangent, weights, is_frozen, times):
     plan = {"c_attn": "conv1d_packed_colwise", "c_proj": "conv1d_rowwise"}
-    module = styled(mesh, Packed(weight.flatten(1), bias.flatten(), out, out_bias), plan)
+    module = styled(
+        mesh, Packed(weight.flatten(1), bias.flatten(), out, out_bias), plan, "c_attn.weight" if is_frozen else None
+    )
     y, moved, of = accumulated(module, (x,), cotangent, weights, times)
     packed = of["c_attn.weight"].view(weight.shape), of["c_attn.bias"].view(bias.shape)
     return y, *moved, *packed, of["c_proj.weight"], of["c_proj.bias"]
 
 
-def gelu_reference(x, weight, bias, out, out_bias, cotangent, weights):
+def gelu_reference(x, weight, bias, out, out_bias, cotangent, weights, is_frozen):
     def forward(x, weight, bias, out, out_bias):
         return jax.nn.gelu(x @ weight[:, 0] + bias, approximate=True) @ out + out_bias[None]
 
-    return differentiated(forward, (x, weight, bias, out, out_bias), cotangent, weights)
+    return differentiated(forward, (x, weight, bias, out, out_bias), cotangent, weights, 1 if is_frozen else None)
 
 
 @scheme(
@@ -100,9 +103,11 @@ def gelu_reference(x, weight, bias, out, out_bias, cotangent, weights):
     dims={"b": (2,), "i": (3,), "p": (1,), "o": (7, 8), "d": (5,), "n": (3,)},
     **DECLARED,
 )
-def conv1d_mlp(mesh, x, weight, bias, out, out_bias, cotangent, weights, times):
+def conv1d_mlp(mesh, x, weight, bias, out, out_bias, cotangent, weights, is_frozen, times):
     plan = {"c_fc": "conv1d_colwise", "c_proj": "conv1d_rowwise"}
-    module = styled(mesh, Gelu(weight.flatten(1), bias.flatten(), out, out_bias), plan)
+    module = styled(
+        mesh, Gelu(weight.flatten(1), bias.flatten(), out, out_bias), plan, "c_fc.weight" if is_frozen else None
+    )
     y, moved, of = accumulated(module, (x,), cotangent, weights, times)
     first = of["c_fc.weight"].view(weight.shape), of["c_fc.bias"].view(bias.shape)
     return y, *moved, *first, of["c_proj.weight"], of["c_proj.bias"]
@@ -125,7 +130,7 @@ class Grouped(nn.Module):
         return self.o_proj(torch.einsum("hsS,Shp->shp", scores, v).flatten(1))
 
 
-def grouped_reference(x, query, key, value, out, cotangent, weights):
+def grouped_reference(x, query, key, value, out, cotangent, weights, is_frozen):
     def forward(x, query, key, value, out):
         q = jnp.einsum("sd,hpd->shp", x, query)
         k, v = (jnp.einsum("sd,gpd->sgp", x, each) for each in (key, value))
@@ -133,7 +138,7 @@ def grouped_reference(x, query, key, value, out, cotangent, weights):
         scores = jax.nn.softmax(jnp.einsum("sgrp,Sgp->grsS", q, k), -1)
         return jnp.einsum("grsS,Sgp->sgrp", scores, v).reshape(len(x), -1) @ out.T
 
-    return differentiated(forward, (x, query, key, value, out), cotangent, weights)
+    return differentiated(forward, (x, query, key, value, out), cotangent, weights, 2 if is_frozen else None)
 
 
 HEADS = {"x": "s d tp=I", "query": "h p d tp=I", "key": "g p d tp=I", "value": "g p d tp=I", "out": "d c tp=I"}
@@ -145,15 +150,18 @@ HEADS = {"x": "s d tp=I", "query": "h p d tp=I", "key": "g p d tp=I", "value": "
     inputs={**HEADS, "cotangent": "s d tp=I", "weights": "n tp=I"},
     outputs=("s d tp=I", *HEADS.values()),
     dims={"s": (5,), "d": (3,), "h": (4, 8), "g": (1, 2, 4), "p": (2,), "c": "h*p", "n": (3,)},
+    options={"is_frozen": (False, True)},
     rank_options={"times": (1, 2, 3)},
     nograd=(*HEADS, "cotangent", "weights"),
     draw=dict.fromkeys((*HEADS, "cotangent", "weights"), ORDINARY),
     dtypes=("float64",),
 )
-def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, cotangent, weights, times):
+def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, cotangent, weights, is_frozen, times):
     projections = [*(each.flatten(0, 1) for each in (query, key, value)), out]
     plan = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "o_proj": "rowwise"}
-    module = styled(mesh, Grouped(len(query), query.shape[1], projections), plan)
+    module = styled(
+        mesh, Grouped(len(query), query.shape[1], projections), plan, "k_proj.weight" if is_frozen else None
+    )
     y, moved, of = accumulated(module, (x,), cotangent, weights, times)
     named = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": out}
     return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items())

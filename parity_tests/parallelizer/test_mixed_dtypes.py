@@ -16,20 +16,21 @@ from shardproof.engines.engines import run
 from torch_impl.parallelizer import dry_run, fsdp2_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
-RARER = ("router", "head")  # in a wider dtype than all other modules
+RARER = {"router", "scale", "head"}  # in a wider dtype than all other parameters
 
 
 class Block(nn.Module):
-    """x + down(sigmoid(router(x)) * silu(up(x)))."""
+    """x + scale * down(sigmoid(router(x)) * silu(up(x))), of which the scale is frozen."""
 
     def __init__(self, d, f, dtype, wide):
         super().__init__()
         self.up, self.down = nn.Linear(d, f, bias=False, dtype=dtype), nn.Linear(f, d, bias=False, dtype=dtype)
         self.router = nn.Linear(d, f, bias=False, dtype=wide)
+        self.scale = nn.Parameter(torch.ones(d, dtype=wide), requires_grad=False)
 
     def forward(self, x):
         gates = self.router(x.to(self.router.weight.dtype)).sigmoid().to(x.dtype)
-        return x + self.down(gates * F.silu(self.up(x)))
+        return x + self.scale.to(x.dtype) * self.down(gates * F.silu(self.up(x)))
 
 
 class Net(nn.Module):
@@ -48,16 +49,20 @@ class Net(nn.Module):
         return self.head(x.to(self.head.weight.dtype))
 
 
-def net_of(parameters):
-    """A net with these parameters, in their dtypes."""
+def net_of(parameters, is_frozen):
+    """A net with these parameters, in their dtypes; its routers are trained unless they are frozen."""
     up, head = parameters["blocks.0.up.weight"], parameters["head.weight"]
     with torch.device("meta"):
         net = Net(up.shape[1], len(up), len(head), up.dtype, head.dtype)
     net.load_state_dict({name: nn.Parameter(value.clone()) for name, value in parameters.items()}, assign=True)
+    for block in net.blocks:
+        block.scale.requires_grad_(False)
+        block.router.requires_grad_(not is_frozen)
     return net
 
 
 BLOCK = {name: {"weight": f"{spec} dp_shard=I"} for name, spec in (("up", "f d"), ("router", "f d"), ("down", "d f"))}
+BLOCK["scale"] = "d dp_shard=I"
 TREE = {
     "embed": {"weight": "c d dp_shard=I"},
     "blocks": {"0": BLOCK, "1": BLOCK},
@@ -65,41 +70,63 @@ TREE = {
 }
 
 
-def mean_square(x, parameters):
+def mean_square(x, parameters, is_frozen, is_cast):
+    """The mean square, and how much wider than the blocks each router and the head compute.
+
+    A frozen router is in its block's unit, and in the dtype that a policy casts this unit to.
+    """
     x = x @ parameters["embed"]["weight"].T
     for number in ("0", "1"):
         up, router, down = (parameters["blocks"][number][name]["weight"] for name in ("up", "router", "down"))
-        x = x + (jax.nn.sigmoid(x @ router.T) * jax.nn.silu(x @ up.T)) @ down.T
-    return jnp.mean((x @ parameters["head"]["weight"].T) ** 2)
+        router = jax.lax.stop_gradient(router) if is_frozen else router
+        scale = jax.lax.stop_gradient(parameters["blocks"][number]["scale"])
+        x = x + scale[None] * ((jax.nn.sigmoid(x @ router.T) * jax.nn.silu(x @ up.T)) @ down.T)
+    of_router = 1.0 if is_frozen and is_cast else 2.0
+    widths = jnp.asarray([of_router, of_router, 2.0], x.dtype)
+    return jnp.mean((x @ parameters["head"]["weight"].T) ** 2), widths
+
+
+def note_widths(net, width):
+    """Have each router and the head note how many times as many bits its product has, by name."""
+    widths = {}
+    for name, module in net.named_modules():
+        if RARER & set(name.split(".")):
+            note = lambda module, args, y, name=name: widths.update({name: torch.finfo(y.dtype).bits / width})  # noqa: E731
+            module.register_forward_hook(note)
+    return widths
 
 
 @scheme(
     reference=mean_square,
     mesh={"dp_shard": (1, 2, 3)},
     inputs={"x": "b/dp_shard d", "parameters": TREE},
-    outputs="dp_shard=I",
-    dims={"d": (4, 3), "c": "d", "f": (5, 2), "o": (2,)},
+    outputs=("dp_shard=I", "k dp_shard=I"),
+    dims={"d": (4, 3), "c": "d", "f": (5, 2), "o": (2,), "k": (3,)},
     draw={name: values("normal") for name in ("x", *(f"parameters.{leaf}" for leaf in flat(TREE)))},
+    options={"is_frozen": (False, True), "is_cast": (False, True)},
     rank_options={"resharded": (None, True, False), "recomputed": (False, True), "microbatches": (1, 2)},
     nograd=("x",),
     dtypes=("float32", "bfloat16"),
     roundings=16,
     reduction=("b", "d", "f"),
 )
-def step_of_two_dtypes(mesh, x, parameters, resharded, recomputed, microbatches):
-    """Routers and head compute in float64 beside float32, and in float32 beside bfloat16."""
+def step_of_two_dtypes(mesh, x, parameters, is_frozen, is_cast, resharded, recomputed, microbatches):
+    """Routers, scales and head are float64 beside float32, and float32 beside bfloat16."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-    leaves = {name: w.to(wide if name.split(".")[-2] in RARER else w.dtype) for name, w in flat(parameters).items()}
-    numbers = mesh.total("b") * parameters["head"]["weight"].shape[0]
+    leaves = {name: w.to(wide if RARER & set(name.split(".")) else w.dtype) for name, w in flat(parameters).items()}
+    numbers, widths = mesh.total("b") * parameters["head"]["weight"].shape[0], {}
 
     def local_loss(*weights):
-        net = net_of(dict(zip(leaves, weights, strict=True)))
+        nonlocal widths
+        net = net_of(dict(zip(leaves, weights, strict=True)), is_frozen)
         switches = {"reshard_after_forward": resharded, "activation_checkpointing": recomputed}
-        policy = MixedPrecisionPolicy(reduce_dtype=wide)
+        policy = MixedPrecisionPolicy(param_dtype=x.dtype if is_cast else None, reduce_dtype=wide)
         fsdp2_strategy_parallelize(net, mesh.device_mesh, policy, **switches)
+        widths = note_widths(net, torch.finfo(x.dtype).bits)
         return net, [net(rows).square().sum() / numbers for rows in x.tensor_split(microbatches)]
 
-    return reduced_loss(mesh_axes(mesh.device_mesh), leaves, local_loss).to(x.dtype)
+    loss = reduced_loss(mesh_axes(mesh.device_mesh), leaves, local_loss).to(x.dtype)
+    return loss, x.new_tensor([*widths.values()])
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

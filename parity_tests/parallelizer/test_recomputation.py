@@ -111,7 +111,10 @@ def expected_work(scope, shares_keys, forward, backward):
         "products": products,
         "caches keys": every is None,
         "forward": [[p for p in places if forward is not None and 0 < p - place <= forward] for place in places],
-        "backward": [[p for p in places if backward is not None and 0 < place - p <= backward] for place in places],
+        # In the order of their use: the nearest first.
+        "backward": [
+            [p for p in places[::-1] if backward is not None and 0 < place - p <= backward] for place in places
+        ],
     }
 
 
@@ -130,7 +133,7 @@ def work(mesh, scope, shares_keys, forward, backward):
 
     def ahead(name):
         return [
-            [p for p, other in enumerate(states) if any(each is other for each in getattr(of, name))] for of in states
+            [next(p for p, other in enumerate(states) if each is other) for each in getattr(of, name)] for of in states
         ]
 
     return {

@@ -21,6 +21,7 @@ from parity_tests.parallelizer.training import parallelized
 from shardproof import CaseSpec, check_cases, ids, scheme, token_below, values
 from shardproof.declare.declared import flat
 from shardproof.engines.engines import run
+from shardproof.verify_one_case import verify_case
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, translate_to_torch_parallel_style
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_sequences
@@ -66,27 +67,38 @@ class DirectBlock(nn.Module):
 
 
 class DirectNet(nn.Module):
-    def __init__(self, *of_blocks):
+    """One list of blocks behind another; the second may be empty."""
+
+    def __init__(self, blocks, more_blocks):
         super().__init__()
-        self.blocks = nn.ModuleList(DirectBlock(*weights) for weights in of_blocks)
+        self.blocks, self.more_blocks = (
+            nn.ModuleList(DirectBlock(*weights) for weights in each) for each in (blocks, more_blocks)
+        )
 
     def forward(self, x):
-        for block in self.blocks:
+        for block in [*self.blocks, *self.more_blocks]:
             x = block(x)
         return x
+
+
+def names_of_blocks(count, lists):
+    return [f"blocks.{number}" if number < count - lists + 1 else "more_blocks.0" for number in range(count)]
 
 
 LEAVES = {"norm": "l d", "named_norm": "l d", "up": "l f d", "down": "l d f"}
 ENDS = {"sharded": ("colwise", "rowwise"), "full": ("colwise_gather_output", "rowwise_split_input")}
 
 
-def plan_of_ends(ends):
+def plan_of_ends(ends, lists):
     named = dict(zip(("up", "down"), ENDS[ends], strict=True)) | {"named_norm": "replicated_with_grad_allreduce"}
-    return {f"blocks.*.{leaf}": translate_to_torch_parallel_style(style) for leaf, style in named.items()}
+    keys = [
+        (f"{blocks}.*.{leaf}", style) for blocks in ("blocks", "more_blocks")[:lists] for leaf, style in named.items()
+    ]
+    return {key: translate_to_torch_parallel_style(style) for key, style in keys}
 
 
 def imported_plan():
-    return plan_of_ends("sharded")
+    return plan_of_ends("sharded", 2)
 
 
 def loss_of_direct_layers(x, norm, named_norm, up, down):
@@ -95,7 +107,7 @@ def loss_of_direct_layers(x, norm, named_norm, up, down):
 
     for weights in zip(norm, named_norm, up, down, strict=True):
         x = normed(x + jax.nn.silu(normed(x, weights[0]) @ weights[2].T) @ weights[3].T, weights[1])
-    return (x**3).sum()
+    return ((2 * x) ** 3).sum()
 
 
 @scheme(
@@ -103,7 +115,7 @@ def loss_of_direct_layers(x, norm, named_norm, up, down):
     mesh=MESH,
     inputs={"x": "b/dp_shard s d", **{leaf: f"{spec} dp_shard=I tp=I" for leaf, spec in LEAVES.items()}},
     outputs="dp_shard=I tp=I",
-    rank_options={"ends": tuple(ENDS), "has_path": (False, True)},
+    rank_options={"ends": tuple(ENDS), "has_path": (False, True), "lists": (1, 2)},
     nograd=("x",),
     draw=dict.fromkeys(("x", *LEAVES), values("normal")),
     dims={"b": (2,), "s": (4, 8), "d": (3, 4), "f": (4, 8), "l": (2,)},
@@ -111,20 +123,27 @@ def loss_of_direct_layers(x, norm, named_norm, up, down):
     reduction=("b", "s", "d", "f"),
     roundings=10,
 )
-def direct_layers_of_sharded_sequences(mesh, x, norm, named_norm, up, down, ends, has_path):
-    """Linear layers of a block take and return their positions; the plan of one pair is passed by its import path."""
+def direct_layers_of_sharded_sequences(mesh, x, norm, named_norm, up, down, ends, has_path, lists):
+    """Linear layers of a block take and return their positions; the plan of one pair is passed by its import path.
+
+    The model's output is written in place.
+    """
     axes, leaves = mesh_axes(mesh.device_mesh), dict(zip(LEAVES, (norm, named_norm, up, down), strict=True))
+    blocks = names_of_blocks(len(norm), lists)
     named = {
-        f"blocks.{block}.{leaf}.weight": x[block].contiguous() for leaf, x in leaves.items() for block in range(len(x))
+        f"{block}.{leaf}.weight": x[number].contiguous()
+        for leaf, x in leaves.items()
+        for number, block in enumerate(blocks)
     }
-    is_imported = has_path and ends == "sharded"
-    plan = f"{__name__}:imported_plan" if is_imported else plan_of_ends(ends)
+    is_imported = has_path and ends == "sharded" and lists == 2
+    plan = f"{__name__}:imported_plan" if is_imported else plan_of_ends(ends, lists)
 
     def local_loss(*tensors):
         weights = dict(zip(named, tensors, strict=True))
-        net = DirectNet(*([weights[f"blocks.{block}.{leaf}.weight"] for leaf in LEAVES] for block in range(len(norm))))
+        of_blocks = [[weights[f"{block}.{leaf}.weight"] for leaf in LEAVES] for block in blocks]
+        net = DirectNet(of_blocks[: len(blocks) - lists + 1], of_blocks[len(blocks) - lists + 1 :])
         model = fsdp2_strategy_parallelize(net, mesh.device_mesh, MixedPrecisionPolicy(), plan, sequence_parallel=True)
-        return model, [(model(x) ** 3).sum()]
+        return model, [(model(x).mul_(2) ** 3).sum()]
 
     return reduced_loss(axes, named, local_loss)
 
@@ -244,6 +263,15 @@ def test_between_layers_a_rank_has_its_positions():
     # The output of attention and mlp of both layers; only the lookup of the embedding is summed in full.
     ops = [row.op for row in ranks.ledger.of(0) if row.op in ("all_reduce", "reduce_scatter")]
     assert (ops.count("reduce_scatter"), ops.count("all_reduce")) == (4, 1)
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_gradients_of_a_gathered_sequence_are_summed_and_scattered_at_once(has_gate):
+    """Unless a part of the layer is computed in full, whose gradient is the same on each rank."""
+    report = verify_case(layer_of_all_positions, layer_of_all_positions.case(tp=2, has_gate=has_gate, times=1))
+    ops = [row.op for row in report.ledger.of(0) if row.phase == "bwd"]
+    assert ops.count("reduce_scatter") == (0 if has_gate else 1)
+    assert ops.count("all_reduce") == (3 if has_gate else 2)  # of norms, and of the full input
 
 
 @pytest.mark.slow

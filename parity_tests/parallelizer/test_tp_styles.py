@@ -28,7 +28,7 @@ DECLARED = dict(
 )
 
 
-def declared(reference, inputs, outputs, dims, options, **changes):
+def declared(reference, inputs, outputs, dims, options, can_freeze=False, **changes):
     """A scheme whose gradients are outputs: they are those that `.grad` holds after all backwards."""
     floats = {name: ORDINARY for name in inputs if name not in ("ids", "chosen")}
     return scheme(
@@ -36,6 +36,7 @@ def declared(reference, inputs, outputs, dims, options, **changes):
         inputs={**inputs, "weights": "n tp=I"},
         outputs=outputs,
         dims={**dims, "n": (3,)},
+        options={"is_frozen": (False, True)} if can_freeze else {},
         rank_options={"times": (1, 2, 3), **options},
         nograd=(*floats, "weights"),
         draw={**floats, "weights": ORDINARY, **changes},
@@ -52,9 +53,10 @@ LINEAR = {"x": "b i tp=I", "weight": "o i tp=I", "bias": "o tp=I"}
     ("b o/tp:ceil", "b i tp=I", "o i tp=I", "o tp=I"),
     {"b": (2,), "i": (3,), "o": (7, 4)},
     {},
+    can_freeze=True,
 )
-def colwise_linear(mesh, x, weight, bias, cotangent, weights, times):
-    layer = styled(mesh, linear_layer(weight, bias), {"": "colwise"})
+def colwise_linear(mesh, x, weight, bias, cotangent, weights, is_frozen, times):
+    layer = styled(mesh, linear_layer(weight, bias), {"": "colwise"}, "weight" if is_frozen else None)
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
     return y, *moved, outcome["weight"], outcome["bias"]
 
@@ -65,9 +67,10 @@ def colwise_linear(mesh, x, weight, bias, cotangent, weights, times):
     ("b o tp=I", "b i tp=I", "o i tp=I", "o tp=I"),
     {"b": (2,), "i": (5, 4), "o": (7,)},
     {"style": WHOLE_OUTPUTS},
+    can_freeze=True,
 )
-def linear_whole_to_whole(mesh, x, weight, bias, cotangent, weights, times, style):
-    layer = styled(mesh, linear_layer(weight, bias), {"": style})
+def linear_whole_to_whole(mesh, x, weight, bias, cotangent, weights, is_frozen, times, style):
+    layer = styled(mesh, linear_layer(weight, bias), {"": style}, "weight" if is_frozen else None)
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
     return y, *moved, outcome["weight"], outcome["bias"]
 
@@ -85,11 +88,13 @@ def linear_whole_to_whole(mesh, x, weight, bias, cotangent, weights, times, styl
     ("b d tp=I", "b d tp=I", "f d tp=I", "f d tp=I", "d f tp=I", "d tp=I"),
     {"b": (2,), "d": (3,), "f": (5, 8)},
     {"is_packed": (True, False)},
+    can_freeze=True,
 )
-def gated_mlp(mesh, x, gate, up, down, bias, cotangent, weights, times, is_packed):
+def gated_mlp(mesh, x, gate, up, down, bias, cotangent, weights, is_frozen, times, is_packed):
     plan = {"gate_up": "packed_colwise"} if is_packed else {"gate": "colwise", "up": "colwise"}
-    module = styled(mesh, Gated(gate, up, linear_layer(down, bias), is_packed), {**plan, "down": "rowwise"})
-    y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
+    frozen = "down.weight" if is_frozen else None
+    module = styled(mesh, Gated(gate, up, linear_layer(down, bias), is_packed), {**plan, "down": "rowwise"}, frozen)
+    y, moved, outcome = accumulated(module, (x,), cotangent, weights, times, fails=True)
     both = outcome["gate_up.weight"].chunk(2) if is_packed else (outcome["gate.weight"], outcome["up.weight"])
     return y, *moved, *both, outcome["down.weight"], outcome["down.bias"]
 
@@ -105,12 +110,13 @@ def gated_mlp(mesh, x, gate, up, down, bias, cotangent, weights, times, is_packe
     },
     ("b o tp=I", "b f/tp:ceil", "b f/tp:ceil", "o g tp=I", "o tp=I"),
     {"b": (2,), "o": (3,), "f": (5, 4), "g": "2*f"},
-    {},
+    {"by_torch": (False, True)},
+    can_freeze=True,
 )
-def packed_rowwise_linear(mesh, left, right, weight, bias, cotangent, weights, times):
-    layer = styled(mesh, linear_layer(weight, bias), {"": "packed_rowwise"})
+def packed_rowwise_linear(mesh, left, right, weight, bias, cotangent, weights, is_frozen, times, by_torch):
+    layer = styled(mesh, linear_layer(weight, bias), {"": "packed_rowwise"}, "weight" if is_frozen else None, by_torch)
     packed = torch.cat([left, right], -1)
-    y, (moved,), outcome = accumulated(layer, (packed,), cotangent, weights, times)
+    y, (moved,), outcome = accumulated(layer, (packed,), cotangent, weights, times, fails=True)
     return y, *moved.chunk(2, -1), outcome["weight"], outcome["bias"]
 
 
@@ -133,11 +139,14 @@ def embedding(mesh, weight, ids, cotangent, weights, times, style):
     {"x": "b h/tp p", "weight": "p tp=I", "cotangent": "b h/tp p"},
     ("b h/tp p", "b h/tp p", "p tp=I"),
     {"b": (2,), "h": (4,), "p": (3,)},
-    {},
+    {"by_torch": (False, True)},
+    can_freeze=True,
 )
-def norm_of_heads(mesh, x, weight, cotangent, weights, times):
-    module = styled(mesh, Norm(weight), {"": "replicated_with_grad_allreduce"})
-    y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
+def norm_of_heads(mesh, x, weight, cotangent, weights, is_frozen, times, by_torch):
+    module = styled(
+        mesh, Norm(weight), {"": "replicated_with_grad_allreduce"}, "weight" if is_frozen else None, by_torch
+    )
+    y, moved, outcome = accumulated(module, (x,), cotangent, weights, times, fails=True)
     return y, *moved, outcome["weight"]
 
 
@@ -147,9 +156,10 @@ def norm_of_heads(mesh, x, weight, cotangent, weights, times):
     ("b s/tp d", "b s/tp d", "d tp=I"),
     {"b": (2,), "s": (4,), "d": (3,)},
     {},
+    can_freeze=True,
 )
-def norm_of_a_sequence(mesh, x, weight, cotangent, weights, times):
-    module = styled(mesh, Norm(weight), {"": "sequence_parallel"})
+def norm_of_a_sequence(mesh, x, weight, cotangent, weights, is_frozen, times):
+    module = styled(mesh, Norm(weight), {"": "sequence_parallel"}, "weight" if is_frozen else None)
     y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
     return y, *moved, outcome["weight"]
 
@@ -195,11 +205,12 @@ def identity_expert(mesh, x, cotangent, weights, times):
     {"t": (4,), "k": (2,), "e": (3,), "d": (2,), "f": (5, 4)},
     {},
     chosen=token_below("e"),
+    can_freeze=True,
 )
-def stacked_experts(mesh, x, router, gate, up, down, chosen, cotangent, weights, times):
+def stacked_experts(mesh, x, router, gate, up, down, chosen, cotangent, weights, is_frozen, times):
     plan = {"": "moe_tp_experts", ":gate_up_proj": "packed_colwise", ":down_proj": "rowwise"}
-    module = styled(mesh, Stacks(torch.cat([gate, up], 1), down), plan)
-    y, moved, outcome = accumulated(module, (x, chosen, router), cotangent, weights, times)
+    module = styled(mesh, Stacks(torch.cat([gate, up], 1), down), plan, "down_proj" if is_frozen else None)
+    y, moved, outcome = accumulated(module, (x, chosen, router), cotangent, weights, times, fails=True)
     return y, *moved, *outcome["gate_up_proj"].chunk(2, 1), outcome["down_proj"]
 
 

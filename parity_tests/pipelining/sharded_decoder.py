@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,14 +26,27 @@ NAMES = ("embed_tokens.weight", *(f"layers.{layer}.weight" for layer in range(5)
 
 
 class Residual(nn.Module):
-    """x + tanh(x w)."""
+    """x + tanh(x w), which may be a view of tokens that a layer has put side by side."""
 
-    def __init__(self, weight):
+    def __init__(self, weight, returns_view=False):
         super().__init__()
         self.weight = nn.Parameter(weight.clone(memory_format=torch.contiguous_format))
+        self.returns_view = returns_view
 
     def forward(self, x):
-        return x + torch.tanh(x @ self.weight)
+        y = x + torch.tanh(x @ self.weight)
+        return y.flatten(0, 1).view_as(x) if self.returns_view else y
+
+
+class Factor(nn.Module):
+    """Its input times a number, at first 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x):
+        return x if self.factor == 1.0 else x * self.factor
 
 
 class Scale(nn.Module):
@@ -47,12 +61,12 @@ class Scale(nn.Module):
 class Decoder(nn.Module):
     """Ids to logits; every stage needs `rotary_emb`, which has no parameters."""
 
-    def __init__(self, values):
+    def __init__(self, values, returns_views=False):
         super().__init__()
         embedding, *layers, norm, head = values
         self.embed_tokens = skip_init(nn.Embedding, *embedding.shape, dtype=embedding.dtype)
-        self.rotary_emb = nn.Identity()
-        self.layers = nn.ModuleList(Residual(weight) for weight in layers)
+        self.rotary_emb = Factor()
+        self.layers = nn.ModuleList(Residual(weight, returns_views) for weight in layers)
         self.norm = Scale(norm)
         self.lm_head = skip_init(nn.Linear, *reversed(head.shape), bias=False, dtype=head.dtype)
         with torch.no_grad():
@@ -86,15 +100,20 @@ class Wrapped(nn.Module):
         return [ids if is_first else floats(width)], [floats(width if self.part.lm_head is None else vocab)]
 
 
-def parallelize_by(shape, sizes):
-    """A function that shards a part in place, and returns nothing, the part, or a module around it."""
+def parallelize_by(shape, sizes, is_wide):
+    """A function that shards a part in place, and returns nothing, the part, or a module around it.
+
+    The output of a part is in its dtype, or in float64 if it `is_wide`.
+    """
 
     def parallelize(part, world_mesh, moe_mesh, *, dp_axis_names, **axes):
         root = Wrapped(part, sizes) if shape == "wrapped" else part
-        mesh, policy = world_mesh[dp_axis_names[0]], MixedPrecisionPolicy()
+        mesh, dtype = world_mesh[dp_axis_names[0]], next(part.parameters()).dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype) if is_wide else MixedPrecisionPolicy()
+        of_root = replace(policy, output_dtype=torch.float64) if is_wide else policy
         for layer in part.layers.values():
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(root, mesh=mesh, mp_policy=of_root, reshard_after_forward=False)
         return None if shape == "in place" else root
 
     return parallelize
@@ -129,7 +148,7 @@ HALVED = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 HALF = re.compile(r"\d[IW]\d")
 
 
-def pipelined(mesh, model, device, size, name, source, names, shape, reduction, seq_len):
+def pipelined(mesh, model, device, size, name, source, names, shape, is_wide, reduction, seq_len):
     """The result of `pipeline_model`, without reductions after each micro-batch where it must reject these.
 
     And whether it rejects them where it need not, or accepts them where it must not.
@@ -146,7 +165,7 @@ def pipelined(mesh, model, device, size, name, source, names, shape, reduction, 
         "local_batch_size": MICROBATCHES * size,
         "device": device,
         "loss_fn": lambda y, t: data * ((y - t) ** 2).sum() / 2,  # FSDP takes the mean over ranks of data
-        "parallelize_fn": parallelize_by(shape, sizes),
+        "parallelize_fn": parallelize_by(shape, sizes, is_wide),
         "module_fqns_per_model_part": names_of_stages(count) if names == "typed" else None,
         "patch_stage_backward_maybe_with_nosync": reduction == "once",
         "reduce_grad_per_microbatch": reduction == "each",
@@ -173,7 +192,7 @@ def is_rejected(*arguments, **options):
     return False
 
 
-def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduction, has_seq_len):
+def sharded_loss(mesh, token, target, weights, name, source, names, shape, is_wide, reduction, has_seq_len):
     """The loss of two steps, of which the second has one position less, on the rank of the last stage.
 
     Also returned are mistakes: schedules that are rejected, stages whose shapes are sent.
@@ -183,7 +202,7 @@ def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduc
     def run(*values):
         model, seq_len = Decoder(values), token.shape[1] if has_seq_len else None
         (schedule, parts, has_first, has_last, stages), is_astray = pipelined(
-            mesh, model, token.device, size, name, source, names, shape, reduction, seq_len
+            mesh, model, token.device, size, name, source, names, shape, is_wide, reduction, seq_len
         )
         loss = values[0].new_zeros(())
         for length in (token.shape[1], token.shape[1] - 1):
@@ -202,6 +221,6 @@ def sharded_loss(mesh, token, target, weights, name, source, names, shape, reduc
             for part in parts
             for leaf, parameter in part.named_parameters()
         }
-        return loss / mesh.size("dp"), gradients
+        return loss.to(values[0].dtype) / mesh.size("dp"), gradients
 
     return {"loss": Stepped.apply(run, NAMES, *weights), "astray": target.new_tensor(float(sum(astray)))}

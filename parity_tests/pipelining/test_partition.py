@@ -184,6 +184,7 @@ def test_a_stage_number_is_an_int(given_as):
         (4, 32, (1, 3), [8, 9, 9, 6]),
         (3, 3, (50, 9), [1, 1, 1]),
         (1, 4, (2, 7), [4]),
+        (2, 3, (1e-17, 0), [1, 2]),  # no tie, although a float cannot tell 1 + 1e-17 from 1
     ],
 )
 def test_layers_by_hand(stages, layers, costs, counts):

@@ -35,6 +35,7 @@ def of_both_lengths(token, target, embedding, layers, norm, head):
         "source": ("name", "file", "complete", "complete but reductions", "both"),
         "names": ("typed", "divided"),
         "shape": ("in place", "returned", "wrapped"),
+        "is_wide": (False, True),
         "reduction": ("at the end", "once", "each"),
         "has_seq_len": (True, False),
     },
@@ -44,7 +45,7 @@ def of_both_lengths(token, target, embedding, layers, norm, head):
 )
 @pytest.mark.cases(8)
 def sharded_stages(
-    mesh, token, target, embedding, layers, norm, head, name, source, names, shape, reduction, has_seq_len
+    mesh, token, target, embedding, layers, norm, head, name, source, names, shape, is_wide, reduction, has_seq_len
 ):
     weights = (embedding, *layers.unbind(), norm, head)
-    return sharded_loss(mesh, token, target, weights, name, source, names, shape, reduction, has_seq_len)
+    return sharded_loss(mesh, token, target, weights, name, source, names, shape, is_wide, reduction, has_seq_len)

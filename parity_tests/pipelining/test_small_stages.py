@@ -1,5 +1,7 @@
 """Parity of small decoders in stages: ties of every kind, and shapes that are told again."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,11 +10,13 @@ import torch
 from jax_ref.pipelining import reference
 from parity_tests.pipelining import tied_decoder
 from parity_tests.pipelining.sharded_decoder import NAMES as DECODER_NAMES
-from parity_tests.pipelining.tied_decoder import LAYERS, RATE, SHARED_LAYERS, TIES
-from parity_tests.pipelining.written_orders import fill_and_drain, with_late_messages
+from parity_tests.pipelining.tied_decoder import INTO, LAYERS, OUT, RATE, SHARED_LAYERS, TIES
+from parity_tests.pipelining.written_orders import fill_and_drain, two_in_flight, with_late_messages
 from shardproof import CaseSpec, scheme, token_below, values
 from shardproof.engines.engines import run
-from torch_impl.pipelining import Times, simulate
+from torch_impl.pipelining import Times, simulate, stage_to_rank
+from torch_impl.pipelining._torch_compat import _in_separate_buffers
+from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.order import Action
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 
@@ -21,11 +25,12 @@ FLOATS = ("target", "table", "layers", "norm")
 REPLICATED = {"token": "b s", "target": "b s v pp=R"}
 
 
-def loss(token, target, embedding, layers, norm, head):
-    x = embedding[token]
+def loss(token, target, embedding, layers, norm, head, into=1.0, out=1.0):
+    """Factors multiply what enters the layers, and what leaves the head."""
+    x = into * embedding[token]
     for layer in layers:
         x = x + jnp.tanh(x @ layer)
-    return (((x * norm[None, None]) @ head.T - target) ** 2).sum() / 2
+    return ((out * (x * norm[None, None]) @ head.T - target) ** 2).sum() / 2
 
 
 def of_tied(token, target, table, layers, norm, tie, steps):
@@ -53,6 +58,8 @@ def of_tied(token, target, table, layers, norm, tie, steps):
         sums = tuple(map(jnp.add, sums, gradients))
         weights = tuple(weight - RATE * each for weight, each in zip(weights, sums, strict=True))
         value = value + of_this / steps
+    if tie == "half":  # one copy is frozen: no rank that has a copy completes a step
+        sums, value = tuple(map(jnp.zeros_like, weights)), 0.0 * value
     both, of_layers, _ = (each / (len(token) * steps) for each in sums)
     distinct = table.size + norm.size + layers.size - (layers[0].size if tie == "two" else 0)
     zero = jnp.zeros((), table.dtype)
@@ -87,8 +94,8 @@ def of_steps(token, target, embedding, layers, norm, head):
     """Four steps: two of the whole length, two without its last position; their gradients are added."""
 
     def of_weights(embedding, layers, norm, head):
-        whole = loss(token, target, embedding, layers, norm, head)
-        shorter = loss(token[:, :-1], target[:, :-1], embedding, layers, norm, head)
+        whole = loss(token, target, embedding, layers, norm, head, INTO, OUT)
+        shorter = loss(token[:, :-1], target[:, :-1], embedding, layers, norm, head, INTO, OUT)
         return 2 * whole + 2 * shorter, jnp.stack([whole, whole, shorter, shorter])
 
     gradients, losses = jax.grad(of_weights, (0, 1, 2, 3), has_aux=True)(embedding, layers, norm, head)
@@ -123,6 +130,63 @@ def shapes_told_again(mesh, token, target, embedding, layers, norm, head, name):
     return dict(zip(("losses", "d_embedding", "d_layers", "d_norm", "d_head"), outputs, strict=True))
 
 
+def of_shared_stages(x, target, weights, mesh, name):
+    def loss(weights):
+        y = x
+        for rank in placed_over(mesh["pp"], RULES[name].style, chunks=2):
+            y = y + jnp.tanh(y @ weights[rank])
+        return ((y - target) ** 2).sum() / 2
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    return value, gradient / len(x)
+
+
+@scheme(
+    reference=of_shared_stages,
+    mesh={"pp": (1, 2)},
+    inputs={"x": "m b d pp=R", "target": "m b d pp=R", "weights": "r/pp d e"},
+    outputs=("pp=P", "r/pp d e"),
+    dims={"m": (4,), "b": (2,), "d": (3,), "e": "d", "r": "pp"},
+    draw=dict.fromkeys(("x", "target", "weights"), values("normal")),
+    nograd=("x", "target", "weights"),
+    options={"name": tuple(name for name, rule in RULES.items() if not rule.is_single)},
+    dtypes=("float64", "float32"),
+    reduction=("m", "b", "d", "e"),
+    roundings=40,
+)
+@pytest.mark.cases(8)
+def shared_stages(mesh, x, target, weights, name):
+    """Both stages of a rank have one weight."""
+    value, gradient = tied_decoder.step_of_shared_stages(mesh, name, x, target, weights[0])
+    return value, gradient[None]
+
+
+@pytest.mark.parametrize(("name", "messages"), [("GPipe", 2), ("ZBVZeroBubble", 4), ("Interleaved1F1B", 6)])
+def test_opening_messages_have_buffers_of_their_own(name, messages):
+    """Two with each neighbour on another rank, also where pipelines are in a larger world; a rank sends itself none."""
+
+    def body(mesh, case):
+        values = [torch.ones(size) for size in ((5, 3), (LAYERS, 3, 3), (3,))]
+        stages = tied_decoder.in_stages(mesh, tied_decoder.tied("one", *values), name)
+        build_pipeline_schedule(None, name, 1, 4, stages, tied_decoder.loss_of)
+        messages = [message for stage in stages for message in stage._get_init_p2p_neighbors_ops()]
+        buffers = {message.tensor.data_ptr() for message in messages}
+        return len(messages), len(buffers), {tuple(message.tensor.shape) for message in messages}
+
+    # Of a v stages 0 and 3 are on the first rank; dealt out in turn, a stage has both neighbours on the other rank.
+    assert run(body, CaseSpec("opening", {"dp": 2, "pp": 2})).results == ((messages, messages, {(1,)}),) * 4
+
+
+def test_messages_of_one_tensor_get_a_buffer_each():
+    """As torch 2.11 makes them; lockstep separates the messages of its stages itself."""
+    shared = torch.zeros(())
+    messages = [SimpleNamespace(tensor=shared, group_peer=peer, peer=peer + 1) for peer in (0, 1, 0)]
+    remote = _in_separate_buffers(lambda: messages, rank=1)
+    assert [message.group_peer for message in remote] == [0, 0]
+    assert len({message.tensor.data_ptr() for message in remote}) == 2
+    assert {tuple(message.tensor.shape) for message in remote} == {(1,)}
+
+
 @pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
 def test_a_tie_of_which_one_copy_is_frozen_is_an_error_on_both_ranks(name):
     """A rank that sent a gradient to one that expects none would wait for ever."""
@@ -147,51 +211,85 @@ MICROBATCHES = 3
 DURATIONS = ("forward", "backward")
 
 
-def placed_over(pp, style):
-    """Two stages on each rank, dealt out in turn or turning round."""
-    return [*range(pp), *(reversed(range(pp)) if style == "v" else range(pp))]
-
-
-def written(pp, style, sends):
-    order = fill_and_drain(placed_over(pp, style), MICROBATCHES)
-    return order if sends == "none" else with_late_messages(order, placed_over(pp, style), late=sends == "late")
-
-
-def of_timeline(forward, backward, p2p, mesh, style, sends):
-    placed = placed_over(mesh["pp"], style)
-    positive = [jnp.abs(x) for x in (forward, backward, p2p)]
-    ends, busy = reference.timeline(written(mesh["pp"], style, sends), placed, *positive)
-    ends_of = [
-        jnp.stack([jnp.stack([ends[stage, kind, m] for m in range(MICROBATCHES)]) for stage in range(len(placed))])
-        for kind in "FB"
+def placed_over(pp, style, chunks):
+    """Some stages on each rank, dealt out in turn or turning round each time."""
+    return [
+        rank for chunk in range(chunks) for rank in (reversed(range(pp)) if style == "v" and chunk % 2 else range(pp))
     ]
-    makespan = jnp.stack(ends_of).max()
+
+
+def written(placed, filled, sends):
+    """The order of a fill and drain, or with two micro-batches in flight, with its messages or without."""
+    if filled == "all":
+        order = fill_and_drain(placed, MICROBATCHES)
+    else:
+        order = two_in_flight(placed, MICROBATCHES, halves=filled == "two, halved")
+    return order if sends == "none" else with_late_messages(order, placed, late=sends == "late")
+
+
+def peak_live(row):
+    """The largest number of forwards of a row whose backward has not ended."""
+    ending = "W" if any(kind == "W" for _, kind, _ in row) else "B"
+    steps = [(kind == "F") - (kind == ending) for _, kind, _ in row]
+    return max(sum(steps[: end + 1]) for end in range(len(steps)))
+
+
+def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
+    placed = placed_over(mesh["pp"], style, chunks)
+    f, b, between = (jnp.abs(x) for x in (forward, backward, p2p))
+    order = written(placed, filled, sends)
+    ends, busy = reference.timeline(order, placed, f, b, between, weight=f)
+    names = {"F": "of_forward", "I" if filled == "two, halved" else "B": "of_backward"}
+    stages = {
+        name: jnp.stack(
+            [jnp.stack([ends[stage, kind, m] for m in range(MICROBATCHES)]) for stage in range(len(placed))]
+        )
+        for kind, name in names.items()
+    }
+    unused = jnp.zeros((len(forward) - len(placed), MICROBATCHES), forward.dtype)
+    makespan = jnp.stack([*ends.values()]).max()
     idle = makespan - jnp.stack(busy)
-    return {"of_forward": ends_of[0], "of_backward": ends_of[1], "idle": idle, "bubble": idle / makespan}
+    live = jnp.asarray([peak_live(row) for row in order], forward.dtype)
+    return {
+        **{name: jnp.concatenate([each, unused]) for name, each in stages.items()},
+        "idle": idle, "bubble": idle / makespan, "live": live,
+    }  # fmt: skip
 
 
 @scheme(
     reference=of_timeline,
     mesh={"pp": (1, 2, 3, 4)},
     inputs={**dict.fromkeys(DURATIONS, "k pp=I"), "p2p": "pp=I"},
-    outputs={"of_forward": "k m pp=I", "of_backward": "k m pp=I", "idle": "r/pp", "bubble": "r/pp"},
-    dims={"k": "2*pp", "m": (MICROBATCHES,), "r": "pp"},
+    outputs={
+        "of_forward": "k m pp=I", "of_backward": "k m pp=I", "idle": "r/pp", "bubble": "r/pp", "live": "r/pp",
+    },
+    dims={"k": "4*pp", "m": (MICROBATCHES,), "r": "pp"},
     draw=dict.fromkeys((*DURATIONS, "p2p"), values("normal")),
     nograd=(*DURATIONS, "p2p"),
-    options={"style": ("loop", "v"), "sends": ("none", "at once", "late")},
+    options={
+        "style": ("loop", "v"), "chunks": (2, 1, 4), "filled": ("all", "two", "two, halved"),
+        "sends": ("none", "at once", "late"),
+    },
     dtypes=("float64",),
     roundings=20,
-)
-def simulated_messages(mesh, forward, backward, p2p, style, sends):
-    """When each forward and backward ends, and how long each rank waits; messages take time between two ranks."""
+)  # fmt: skip
+def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, sends):
+    """When each forward and backward ends, how long each rank waits, and for how many chunks it stores activations.
+
+    Messages take time between two ranks.
+    """
     pp = mesh.size("pp")
-    placed = placed_over(pp, style)
-    order = [[Action(*action) for action in row] for row in written(pp, style, sends)]
+    order = written(placed_over(pp, style, chunks), filled, sends)
     f, b = (x.abs().tolist() for x in (forward, backward))
-    timeline = simulate(order, placed, Times(f=f, i=b, w=0.0, p2p=p2p.abs().item()))
-    ends = torch.zeros(2, len(placed), MICROBATCHES, dtype=forward.dtype)
+    times = Times(f=f, i=b, w=f if filled == "two, halved" else 0.0, p2p=p2p.abs().item())
+    actions = [[Action(*action) for action in row] for row in order]
+    timeline = simulate(actions, stage_to_rank(pp, chunks * pp, style), times)
+    ends = torch.zeros(2, len(forward), MICROBATCHES, dtype=forward.dtype)
     for event in timeline.events:
-        ends["FB".index(event.action.kind), event.action.stage, event.action.microbatch] = event.stop
+        if event.action.kind != "W":
+            place = event.action.stage, event.action.microbatch
+            ends[0 if event.action.kind == "F" else 1][place] = event.stop
     ends = ends.to(forward.device)
-    of_rank = (forward.new_tensor([each[mesh.rank("pp")]]) for each in (timeline.idle, timeline.bubble))
-    return dict(zip(("of_forward", "of_backward", "idle", "bubble"), (*ends, *of_rank), strict=True))
+    facts = (timeline.idle, timeline.bubble, timeline.peak_live)
+    of_rank = (forward.new_tensor([float(each[mesh.rank("pp")])]) for each in facts)
+    return dict(zip(("of_forward", "of_backward", "idle", "bubble", "live"), (*ends, *of_rank), strict=True))

@@ -2,8 +2,11 @@
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
-from parity_tests.pipelining.sharded_decoder import Decoder
+from parity_tests.pipelining.sharded_decoder import Decoder, Residual
+from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.partition import stage_ids_this_rank
 from torch_impl.pipelining.schedule import build_pipeline_schedule, scale_grads_by_divisor
 from torch_impl.pipelining.shapes import _precompute_stage_shapes, reset_pp_stage_shapes
 from torch_impl.pipelining.split import split_model_into_stages
@@ -12,7 +15,8 @@ from torch_impl.pipelining.tied_weights import distinct_parameters
 RATE = 0.1
 LAYERS = 12  # as numbers of one digit and of two
 SHARED_LAYERS = (1, 10)
-TIES = ("one", "frozen", "absent", "transposed", "two")
+TIES = ("one", "frozen", "absent", "transposed", "two", "half")
+INTO, OUT = 3.0, 2.0  # factors of what enters the first stage's layers, and of what leaves the last stage
 
 
 class WithoutGradient(nn.Linear):
@@ -67,6 +71,11 @@ def tied_gradients(mesh, tie, steps, name, token, target, table, layers, norm):
     stages = in_stages(mesh, tied(tie, table, layers, norm), name)
     schedule = build_pipeline_schedule(None, name, 1, len(token), stages, loss_of)
     loss = table.new_zeros(())
+    if tie == "half":
+        accepted = is_accepted(schedule, stages, token, target)
+        count = sum(p.numel() for p in distinct_parameters(stages).values())
+        nothing = torch.zeros_like(table)
+        return loss, nothing, nothing, torch.zeros_like(layers), *map(table.new_tensor, (float(count), float(accepted)))
     if name == "GPipe":  # torch does not evaluate by the others over every number of ranks
         stepped(schedule, stages, token, target, schedule.eval)
     astray = sum(p.grad is not None for s in stages for p in s.submod.parameters())
@@ -88,11 +97,51 @@ def tied_gradients(mesh, tie, steps, name, token, target, table, layers, norm):
     return loss / steps, first, second, of_layers, table.new_tensor(float(count)), table.new_tensor(float(astray))
 
 
+def change_ends(stages):
+    """Change a module of the first stage that every stage has, and hook the last stage."""
+    for stage in stages:
+        if stage.is_first:
+            stage.submod.rotary_emb.factor = INTO
+        if stage.is_last:
+            stage.submod.register_forward_hook(lambda module, arguments, y: OUT * y)
+
+
+def is_accepted(schedule, stages, token, target):
+    """Whether a step is run of a tie of which one copy is frozen, on a rank that has a copy."""
+    copies = [(stage.submod.embed_tokens if stage.is_first else stage.submod.lm_head) for stage in stages]
+    for stage in stages:
+        if stage.is_first:
+            stage.submod.embed_tokens.weight.requires_grad_(False)
+    try:
+        stepped(schedule, stages, token, target)
+    except ValueError:
+        return False
+    return any(copy is not None for copy in copies)
+
+
+def step_of_shared_stages(mesh, name, x, target, weight):
+    """The loss and the gradient of a weight that all stages of this rank have, divided by the micro-batches."""
+    pp, place = mesh.size("pp"), torch.device(mesh.device_mesh.device_type)
+    layer = Residual(weight)
+    stages = [
+        PipelineStage(nn.Sequential(layer), stage, 2 * pp, place, group=mesh["pp"])
+        for stage in stage_ids_this_rank(mesh.rank("pp"), pp, 2 * pp, RULES[name].style)
+    ]
+    schedule = build_pipeline_schedule(None, name, x.shape[1], x.shape[0] * x.shape[1], stages, loss_of)
+    losses = stepped(schedule, stages, x.flatten(0, 1), target.flatten(0, 1))
+    scale_grads_by_divisor(stages, len(x))
+    return sum(losses, weight.new_zeros(())).detach(), layer.weight.grad
+
+
 def told_again(mesh, name, token, target, values):
-    """Losses and gradients of steps whose shapes are told again: another micro-batch, another length, another dtype."""
-    model = Decoder(values)
+    """Losses and gradients of steps whose shapes are told again: another micro-batch, another length, another dtype.
+
+    Layers return views. The first and the last stage are changed, and no other stage.
+    """
+    model = Decoder(values, returns_views=True)
     config, dtype = model.config, values[0].dtype
     stages = in_stages(mesh, model, name)
+    change_ends(stages)
     rows, length = token.shape
     by_two, by_one = (build_pipeline_schedule(None, name, size, rows, stages, loss_of) for size in (2, 1))
     _precompute_stage_shapes(stages, config, 2, length)

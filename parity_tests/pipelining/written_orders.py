@@ -33,6 +33,24 @@ def fill_and_drain(placed, n):
     return order
 
 
+def two_in_flight(placed, n, *, halves):
+    """Rows in which each micro-batch's backward makes room for the forward of the one after the next.
+
+    Of halved backwards the second half comes after this forward.
+    """
+    order = []
+    for rank in range(max(placed) + 1):
+        stages = [stage for stage, other in enumerate(placed) if other == rank]
+        forwards = [[(stage, "F", m) for stage in stages] for m in range(n)] + [[], []]
+        row = [*forwards[0], *forwards[1]]
+        for m in range(n):
+            row += [(stage, "I" if halves else "B", m) for stage in reversed(stages)]
+            row += forwards[m + 2]
+            row += [(stage, "W", m) for stage in reversed(stages)] if halves else []
+        order.append(row)
+    return order
+
+
 def with_late_messages(order, placed, *, late):
     """The order with its messages: received before they are used, sent after their computation or after one more.
 
@@ -42,15 +60,18 @@ def with_late_messages(order, placed, *, late):
     for rank, row in enumerate(order):
         waiting, actions = [], []
         for stage, kind, m in row:
+            if kind == "W":  # needs no message, and sends none
+                actions.append((stage, kind, m))
+                continue
             step = 1 if kind == "F" else -1
-            source, to = stage - step, stage + step
+            source, to, sent = stage - step, stage + step, kind.replace("I", "B")
             if 0 <= source < len(placed) and placed[source] != rank:
-                actions += [*waiting, (stage, f"RECV_{kind}", m)]
+                actions += [*waiting, (stage, f"RECV_{sent}", m)]
                 waiting = []
             actions.append((stage, kind, m))
             due, waiting = (waiting, []) if late else ([], waiting)
             actions += due
             if 0 <= to < len(placed) and placed[to] != rank:
-                (waiting if late else actions).append((stage, f"SEND_{kind}", m))
+                (waiting if late else actions).append((stage, f"SEND_{sent}", m))
         rows.append([*actions, *waiting])
     return rows

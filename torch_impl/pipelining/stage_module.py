@@ -158,7 +158,9 @@ class _OtherLayers:
         """
         if layer - 1 in self.stage_layers or (layer == 0 and not self.outputs):
             return  # the outputs of the stage's layers and of its embedding are not recorded
-        if self.outputs.get(layer - 1) is not x:
+        # A layer, or the family behind all of them, may return its result as a view of all of it.
+        before = self.outputs.get(layer - 1)
+        if before is None or _not_a_view(before) is not _not_a_view(x):
             raise ValueError(
                 f"pipelining.split_model_into_stages: {self.family} does something to hidden states beside its "
                 f"embedding, layers and norm, before layer {layer} or instead of it; no stage can do that for all, so "
