@@ -64,10 +64,11 @@ NOT_ALWAYS_PROMISED = (
 )
 COTANGENT = "cotangent "
 # Components whose functions compute in dtypes of their own, whatever autocast says; torch's operations follow it.
-UNDER_AUTOCAST = tuple(
-    f"parity_tests.{name}."
-    for name in ("collectives", "context_parallel", "expert_parallel", "kernels", "layouts", "mamba", "optimizers")
-) + ("parity_tests.vocab_parallel.",)
+COMPONENTS_UNDER_AUTOCAST = (
+    *("collectives", "context_parallel", "expert_parallel", "kernels", "layouts", "mamba", "optimizers"),
+    "vocab_parallel",
+)
+UNDER_AUTOCAST = tuple(f"parity_tests.{name}." for name in COMPONENTS_UNDER_AUTOCAST)
 
 
 def excluded_by_default(module: str) -> tuple[str, ...]:
