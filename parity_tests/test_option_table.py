@@ -60,4 +60,4 @@ def test_a_value_is_drawn_as_an_option_as_an_input_or_by_the_code(option_table):
     options["times"].drawn["given"] = ["simulated_messages"]
     assert options["times"].holes == ["None"]
     assert "<strong>no scheme</strong>" in option_table.row(options["times"])
-    assert ast.unparse(dict(option_table.arguments(simulated_messages.fn, simulate))["order"]) == "order"
+    assert ast.unparse(dict(option_table.arguments(simulated_messages.fn, simulate))["order"]) == "actions"
