@@ -125,7 +125,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 def with_fill(offsets, fill):
-    """Offsets as a batch of streams has them: -1 behind those of a stream with fewer sequences than another."""
+    """Offsets of a batch of streams: a stream with fewer sequences than another ends with -1."""
     return offsets if offsets is None else torch.nn.functional.pad(offsets, (0, fill), value=-1)
 
 

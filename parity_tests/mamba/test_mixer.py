@@ -75,7 +75,7 @@ def steps_and_gate(dt, bias, y, z, limits):
 )
 @pytest.mark.cases(20)
 def stepped_and_gated(mesh, dt, bias, y, z, limits):
-    """What stands before the recurrence and after it, of which only results are rounded."""
+    """The steps before the recurrence and the gate behind it; only their results are rounded."""
     return steps(dt, bias, limits), gate(y, z)
 
 

@@ -64,7 +64,7 @@ def in_stages(mesh: Any, model: HybridLM, streams: Sequence[RankStream], schedul
 
 
 def filled(mesh: Any, config: HybridConfig, values: dict[str, Tensor], **chosen: Any) -> HybridLM:
-    """The model over tp with these parameters, of which this rank has its shards; no random state moves."""
+    """The model over tp with this rank's shards of these parameters; no random state moves."""
     first = next(iter(values.values()))
     with torch.random.fork_rng(devices=[]):
         model = HybridLM(config, Placement(mesh["cp"], mesh["tp"], **chosen), device=first.device, dtype=first.dtype)

@@ -20,7 +20,7 @@ RARER = {"router", "scale", "head"}  # in a wider dtype than all other parameter
 
 
 class Block(nn.Module):
-    """x + scale * down(sigmoid(router(x)) * silu(up(x))), of which the scale is frozen."""
+    """x + scale * down(sigmoid(router(x)) * silu(up(x))) with a frozen scale."""
 
     def __init__(self, d, f, dtype, wide):
         super().__init__()

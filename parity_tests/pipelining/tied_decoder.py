@@ -107,7 +107,7 @@ def change_ends(stages):
 
 
 def is_accepted(schedule, stages, token, target):
-    """Whether a step is run of a tie of which one copy is frozen, on a rank that has a copy."""
+    """Whether this rank has a copy of a tied weight, and one copy is frozen in this step."""
     copies = [(stage.submod.embed_tokens if stage.is_first else stage.submod.lm_head) for stage in stages]
     for stage in stages:
         if stage.is_first:

@@ -217,7 +217,7 @@ def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
 
 
 def _with_a_bound(node: ast.Compare, names: Names) -> Alternatives:
-    """Ids above a bound that must lie below another one too, and the reverse: those of one rank's shard."""
+    """Ids that a bound keeps and another bound should leave out, as the ids beyond one rank's shard."""
     left, operator = node.left, node.ops[0]
     if not (isinstance(left, ast.Name) and names.kinds.get(left.id, "").startswith("tensor of integers")):
         return

@@ -68,7 +68,7 @@ def collect_evidence(
 
 
 def _shares(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, float]:
-    """For each mask, and each input of ids of which some are ignored, the share of its elements that count."""
+    """The share of elements that count, for each mask and for each input with ignored ids."""
     shares = {}
     for arg in scheme.inputs:
         draw = scheme.draws[arg.name]

@@ -1,4 +1,4 @@
-"""The functions of numpy, JAX and Python by which a verdict is computed: what a user's code puts in their place is not.
+"""The functions of numpy, JAX and Python that compute a verdict, which a user's code must not replace.
 
 A replaced `numpy.abs` could make every error 0. They are remembered when this module is imported, which is before the
 files of schemes.
