@@ -11,7 +11,9 @@ Exit status: 0 nothing found, 1 something, 4 not run, since there is no Chromium
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,13 +97,15 @@ def measured(browser: str, theme: str, extra: dict[str, str]) -> list[dict[str, 
         switches = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
         switches += [f"--blink-settings=preferredColorScheme={THEMES[theme]}", "--remote-debugging-port=0"]
         address = f"http://127.0.0.1:{server.server_port}/{MEASURE}"
-        process = subprocess.Popen([browser, *switches, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # A session of its own: the command may be a shell script, whose end would leave the browser.
+        command, quiet = [browser, *switches, address], subprocess.DEVNULL
+        process = subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
         try:
             result = results.get(timeout=LIMIT_S)
         except Empty:
             raise RuntimeError(f"{browser} did not answer within {LIMIT_S:.0f} s") from None
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             server.shutdown()
     if "error" in result:
