@@ -16,21 +16,17 @@ VISION = {
 AUDIO = {"audio_tower", "audio_encoder", "audio_model", "embed_audio", "audio_projector"}
 
 
-def multimodal_parts(model: nn.Module) -> list[tuple[Part, nn.Module]]:
-    """The outermost modules of a model with a name of a vision or an audio part."""
-    return list(_parts(model))
-
-
-def frozen_parts(model: nn.Module) -> list[nn.Module]:
-    """The vision and audio parts of a model in which nothing is trained. A rank without images does not run them."""
-    return [module for _, module in multimodal_parts(model) if not any(p.requires_grad for p in module.parameters())]
-
-
-def _parts(module: nn.Module) -> Iterator[tuple[Part, nn.Module]]:
+def multimodal_parts(module: nn.Module) -> Iterator[tuple[Part, nn.Module]]:
+    """The outermost modules inside a module with a name of a vision or an audio part."""
     for name, child in module.named_children():
         if name in VISION:
             yield "vision", child
         elif name in AUDIO:
             yield "audio", child
         else:
-            yield from _parts(child)
+            yield from multimodal_parts(child)
+
+
+def frozen_parts(model: nn.Module) -> list[nn.Module]:
+    """The vision and audio parts of a model in which nothing is trained. A rank without images does not run them."""
+    return [module for _, module in multimodal_parts(model) if not any(p.requires_grad for p in module.parameters())]
