@@ -132,9 +132,8 @@ class _Command:
     def status(self) -> int:
         # Blocked until this process ends: none is lost between the fork and the wait, and none interrupts a sentence.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*self._passed_on, signal.SIGCHLD))
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # ignored by who started this one, the system would tell no status
+        # A starter may have ignored SIGCHLD: then the system would tell no status of a child.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         orphans.adopt()
         others = orphans.children()
         death: Death | None = None
