@@ -33,7 +33,7 @@ from shardproof.declare import discover
         ("reduction", "right once all_reduce at x.py:7 takes AVG, not SUM", TRUE),
         ("order", "right once all_reduce at x.py:7 takes AVG, not SUM", FALSE),
         ("precision", "each rank computes the reference of its own shard", FALSE),
-        ("call", "same values in another order, that of memory: a view is read as if it were contiguous", TRUE),
+        ("call", "same values in another order, the order of memory: a view is read as if it were contiguous", TRUE),
         ("call", "same values in another order: a layout is not undone, or applied twice", FALSE),
         ("precision", "a small error: bfloat16 accumulation could do as much", NOTHING),
     ],

@@ -7,27 +7,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 
+from parity_tests.specimens.noted_scheme import declared, notes
 from parity_tests.specimens.wrong_gradients import (
     GatherWithoutSum,
     line_of,
     summed,
     two_products_scheme,
 )
-from shardproof import ids, mask, scheme, token_below, values, verify_one_case
+from shardproof import ids, mask, token_below, values, verify_one_case
 from shardproof.experiments.notes import check_notes
 from shardproof.experiments.own_shards import OWN
 from torch_impl.collectives import all_reduce
-
-
-def declared(function, reference, inputs, outputs, **more):
-    inputs = {"x": inputs} if isinstance(inputs, str) else inputs
-    defaults = {"mesh": {"tp": (2,)}, "draw": {"x": values("normal")}, "dtypes": ("float32",)}
-    return scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
-
-
-def notes(report):
-    assert not report.ok and report.failure is None, str(report)
-    return [note for of_tensor in report.notes.values() for note in of_tensor]
 
 
 def test_opposite_errors_in_two_elements_are_not_an_offset():

@@ -4,18 +4,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from shardproof import permutation, scheme, values, verify_one_case
-
-
-def declared(function, reference, inputs, outputs, **more):
-    inputs = {"x": inputs} if isinstance(inputs, str) else inputs
-    defaults = {"mesh": {"tp": (2,)}, "draw": {"x": values("normal")}, "dtypes": ("float32",)}
-    return scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
-
-
-def notes(report):
-    assert not report.ok and report.failure is None, str(report)
-    return [note for of_tensor in report.notes.values() for note in of_tensor]
+from parity_tests.specimens.noted_scheme import declared, notes
+from shardproof import permutation, values, verify_one_case
 
 
 @pytest.mark.slow
@@ -33,7 +23,7 @@ def test_a_wrong_order_may_come_from_the_other_call(monkeypatch):
         draw={"x": values("normal"), "key": permutation()}, engines=("lockstep",), dims={"b": (1, 8), "d": (4,)},
     )  # fmt: skip
     of_all = notes(declaration.verify(examples=60))
-    assert "same values in another order, that of the other call" in of_all[0], of_all
+    assert "same values in another order, the order of the other call" in of_all[0], of_all
     assert not any("not undone" in note for note in of_all)
 
 
@@ -53,4 +43,6 @@ def test_a_wrong_order_may_be_that_of_memory():
         lambda mesh, x: AsInMemory.apply(x), lambda x: 1.0 * x, "b d tp=I", "b d tp=I", dims={"b": (3,), "d": (4,)}
     )
     of_gradient = declaration.verify(examples=40).notes["d/d x"]
-    assert of_gradient[0] == "same values in another order, that of memory: a view is read as if it were contiguous"
+    assert (
+        of_gradient[0] == "same values in another order, the order of memory: a view is read as if it were contiguous"
+    )

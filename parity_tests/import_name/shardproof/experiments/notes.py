@@ -323,9 +323,9 @@ def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[st
     """The notes; if a case fails only as it is called, one on values in another order says what of the call matters."""
     conditions = set(report.case.conditions) if report.conditions_needed else set()
     if conditions.intersection(OTHER_CALLS):
-        cause = "that of the other call: state that depends on the call's sizes or values is kept between calls"
+        cause = "the order of the other call: state that depends on the call's sizes or values is kept between calls"
     elif conditions.intersection(VIEWS):
-        cause = "that of memory: a view is read as if it were contiguous"
+        cause = "the order of memory: a view is read as if it were contiguous"
     else:
         return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
     order = Note(f"{SAME_VALUES}, {cause}")
