@@ -46,7 +46,7 @@ class Product(nn.Module):
 
 
 class Cosine(nn.Module):
-    """A cosine of a cosine, of which backward needs both arguments."""
+    """A cosine of a cosine: backward needs both arguments."""
 
     def __init__(self):
         super().__init__()

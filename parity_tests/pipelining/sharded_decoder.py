@@ -1,4 +1,4 @@
-"""A small decoder whose stages are sharded by FSDP, under a schedule by name or from a file; steps of two lengths."""
+"""A small decoder in stages under FSDP, with a schedule by name or from a file, and steps of two lengths."""
 
 import re
 import tempfile
@@ -143,7 +143,7 @@ def file_of(name, ranks, count, source, folder):
     return written(folder, dumped(order))
 
 
-# By name these halve backwards, whose gradients torch cannot reduce after each micro-batch; a file says so itself.
+# These schedules halve backwards, and torch cannot reduce halved gradients per micro-batch; a file shows its halves.
 HALVED = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 HALF = re.compile(r"\d[IW]\d")
 
@@ -193,7 +193,7 @@ def is_rejected(*arguments, **options):
 
 
 def sharded_loss(mesh, token, target, weights, name, source, names, shape, is_wide, reduction, has_seq_len):
-    """The loss of two steps, of which the second has one position less, on the rank of the last stage.
+    """The loss of two steps on the rank of the last stage; the second step has one position less.
 
     Also returned are mistakes: schedules that are rejected, stages whose shapes are sent.
     """

@@ -1,4 +1,4 @@
-"""A small decoder with ties, in stages: what two stages share, and what each copy's gradient is after a step."""
+"""A small decoder with tied weights in stages, and the gradient of each copy of a tied weight after a step."""
 
 import torch
 from torch import nn
@@ -20,14 +20,14 @@ INTO, OUT = 3.0, 2.0  # factors of what enters the first stage's layers, and of 
 
 
 class WithoutGradient(nn.Linear):
-    """A head whose weight gets no gradient, although it is trained."""
+    """A head with a trained weight that no loss reaches."""
 
     def forward(self, x):
         return nn.functional.linear(x, self.weight.detach())
 
 
 def tied(tie, table, layers, norm):
-    """A decoder whose table is its head's weight, or in which more is shared, frozen, transposed or not reached."""
+    """A decoder with one weight for table and head, or with further shared, frozen or transposed weights."""
     model = Decoder((table, *layers, norm, table))
     if tie == "absent":
         model.lm_head.__class__ = WithoutGradient
@@ -134,7 +134,7 @@ def step_of_shared_stages(mesh, name, x, target, weight):
 
 
 def told_again(mesh, name, token, target, values):
-    """Losses and gradients of steps whose shapes are told again: another micro-batch, another length, another dtype.
+    """Losses and gradients of steps of several shapes: another micro-batch, another length, another dtype.
 
     Layers return views. The first and the last stage are changed, and no other stage.
     """

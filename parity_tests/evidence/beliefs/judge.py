@@ -1,7 +1,7 @@
-"""Judge wrong beliefs by what `shardproof verify` draws by default, and those that it misses by fast tests.
+"""Judge wrong beliefs by the default cases of `shardproof verify`, and the missed ones by fast tests.
 
-A belief is judged by the schemes that run its line, the nearest of each path through its function first: those of its
-component, and then those of the others. Each is verified with default settings, up to its first failing case.
+A belief is judged by the schemes that run its line, the nearest of each path through its function first: schemes of its
+component, then of the others. Each is verified with default settings, up to its first failing case.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Caught(Exception):
 
 @dataclass
 class DrawnJudge:
-    """Judges beliefs by the schemes of their component, and by those of the others where `is_all`."""
+    """Judges beliefs by the schemes of their component; with `is_all` by the other components' schemes too."""
 
     cache: str
     is_all: bool

@@ -50,11 +50,11 @@ def agg_loss(
     global_batch_size: Count | None = None,
     loss_scale_factor: Count | None = None,
 ) -> Sharded[Tensor, "dp=P"]:
-    """This micro-batch's share of the loss of a step, whose gradients are averaged over `dp_size` ranks afterwards.
+    """This micro-batch's share of a step's loss, for gradients that are averaged over `dp_size` ranks afterwards.
 
-    A token counts where `loss_mask` is not 0, and a sequence if one of its tokens counts; the loss of any other token
-    is not read, so that it may be NaN. On one rank the counts may be left out: they are the micro-batch's own, which
-    is the full step only without accumulation. In float32 or wider.
+    A token counts where `loss_mask` is not 0, and a sequence counts if it has such a token. Losses under the mask are
+    not read and may be NaN. On one rank the counts may be left out: they are the micro-batch's own, which is the full
+    step only without accumulation. In float32 or wider.
 
     Unlike verl's, `seq-mean-token-sum-norm` needs `loss_scale_factor`: the width of a padded micro-batch depends on
     the other sequences in it. `loss_divisors` counts over the ranks by itself.
