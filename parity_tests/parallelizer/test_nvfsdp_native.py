@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank is an error on all of them, if one asks for it."""
+"""With check_for_nan_in_grad a gradient that is not finite on one rank is an error on every rank."""
 
 import itertools
 
@@ -80,7 +80,7 @@ def check_all_raise(mesh, options, engine="lockstep"):
 @settings(max_examples=few(25))
 @given(st.sampled_from(MESHES), OPTIONS, st.booleans())
 def test_every_rank_raises_whichever_has_the_bad_number(mesh, options, inside):
-    """And whether it spreads or not."""
+    """Ranks that compute finite gradients raise too."""
     check_all_raise({"outer": 2, **mesh} if inside else mesh, options)
 
 
@@ -123,7 +123,7 @@ def test_large_finite_numbers_are_no_alarm():
 
 
 def test_cost_and_when():
-    """Four bytes for each backward that reduces, over all ranks; none in those that accumulate."""
+    """A backward that reduces sends four bytes over all ranks; a backward that accumulates sends none."""
 
     def rows(checks, reduces):
         def body(mesh, case):

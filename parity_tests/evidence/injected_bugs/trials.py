@@ -80,7 +80,7 @@ class SchemeTrials:
     @cached_property
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
-        # Most schemes are traced and never tried: no more is drawn for them than this.
+        # Most schemes are traced and never tried, so that few cases are drawn here.
         trials = (*drawn_trials(self.scheme, min(self.traced, self.examples), self.engine), *self.fixed[:1])
         return executed_lines(Program.of(self.scheme), [trial.case for trial in trials])
 
@@ -90,7 +90,7 @@ class SchemeTrials:
         _ = self.lines
 
     def runs(self, file: str, numbers: Iterable[int] | None = None) -> bool:
-        """Whether it runs one of these lines of a file, any line of it if none are given."""
+        """Whether the scheme runs one of these lines of a file; without numbers, any line of it."""
         if numbers is None:
             return any(file == each for each, _ in self.lines)
         return any((file, number) in self.lines for number in numbers)
@@ -110,7 +110,7 @@ def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:
 
 
 def inside(case: CaseSpec, number: int) -> CaseSpec:
-    """Every fourth case twice over in a larger world: its groups are blocks of ranks, or every other rank."""
+    """Put every fourth case into a world twice as large, where its groups are blocks of ranks or every other rank."""
     if (number + 1) % IN_A_SUBGROUP:
         return case
     outermost = (number + 1) % (2 * IN_A_SUBGROUP)
@@ -118,7 +118,7 @@ def inside(case: CaseSpec, number: int) -> CaseSpec:
 
 
 def fixed_cases(scheme: Declared) -> list[CaseSpec]:
-    """World 2, one shape of the menu, equal shards, normal values, three seeds: a parity test as it is often written.
+    """Draw the cases of a usual parity test: world 2, one shape, equal shards, normal values, three seeds.
 
     None where the scheme has no mesh of two ranks.
     """
@@ -141,12 +141,12 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
 
 
 def executed_lines(body: Body, cases: Iterable[CaseSpec]) -> frozenset[CodePlace]:
-    """Every line of production that a body runs on lockstep ranks, forward and backward, on any of them."""
+    """The lines of production that a body runs on any lockstep rank, forward and backward."""
     return _places(body, cases, lambda frame: frame.f_lineno, each_line=True)
 
 
 def executed_functions(body: Body, cases: Iterable[CaseSpec]) -> frozenset[CodePlace]:
-    """Where every called function of production begins, decorators included."""
+    """The first line, decorators included, of each function of production that a body calls."""
     return _places(body, cases, lambda frame: frame.f_code.co_firstlineno, each_line=False)
 
 

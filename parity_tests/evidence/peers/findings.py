@@ -71,13 +71,12 @@ FINDINGS = (
         "torch",
         "seen on 2.13.0",
         "`F.mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss` and `binary_cross_entropy` with "
-        '`reduction="mean"`, the default, of a DTensor that is sharded by rows: the value is right and the gradient is '
-        "larger by the number of ranks. Where the shards are uneven the value is wrong too, being the mean of the "
-        "ranks' means, and NaN where there are no fewer rows than ranks and a rank has none all the same, as of five "
-        "rows on four. With fewer rows than ranks the loss is computed on all of them, and right. "
-        "`binary_cross_entropy_with_logits` has a right gradient, and the same wrong value of uneven shards. "
-        "`l1_loss`, `kl_div`, `poisson_nll_loss` and `gaussian_nll_loss` are right, and so "
-        'are all ten with `reduction="sum"`.',
+        '`reduction="mean"`, the default, of a DTensor that is sharded by rows: the value is right and the gradient '
+        "is larger by the number of ranks. Where the shards are uneven the value is wrong too: it is the mean of the "
+        "ranks' means, and NaN if a rank has no row, as with five rows on four ranks. With fewer rows than ranks the "
+        "loss is right: every rank computes all of it. `binary_cross_entropy_with_logits` has a right gradient, and "
+        "the same wrong value for uneven shards. `l1_loss`, `kl_div`, `poisson_nll_loss` and `gaussian_nll_loss` are "
+        'right, and so are all ten with `reduction="sum"`.',
         'Use `reduction="sum"` and divide by the number of elements.',
         "torch_mse_loss",
         (
@@ -107,8 +106,7 @@ FINDINGS = (
         "torch",
         "seen on 2.13.0",
         "`amax` of a DTensor along a dim that has fewer elements than there are ranks: a rank with an empty shard "
-        "raises `IndexError`, the others are in a collective that it never enters. `sum` of the same DTensor "
-        "is right.",
+        "raises `IndexError`, while the others wait for it in a collective. `sum` of the same DTensor is right.",
         "Redistribute to `Replicate()` before it, or keep such a dim unsharded.",
         "torch_amax_of_empty_shard",
         ("torch/ops::largest_uneven",),
@@ -119,13 +117,13 @@ FINDINGS = (
         "torch",
         "seen on 2.13.0",
         "`dist.scatter` on gloo reads each tensor of its list as if its numbers lay side by side; so do `broadcast`, "
-        "`reduce` and `all_reduce`, where there are gaps or the ranks' strides differ. The second issue says that NCCL "
-        "rejects such tensors, which was not tried here for the list of a scatter. The "
-        "backward of `gather` and of `all_gather` of `torch.distributed.nn.functional`, which on this version are "
-        "deprecated, scatters slices of the gradient as they are: where what was gathered is used transposed, each "
-        "rank gets other elements of the gradient, without an error.",
+        "`reduce` and `all_reduce`, where there are gaps or the ranks' strides differ. The second issue says that "
+        "NCCL rejects such tensors, which was not tried here for the list of a scatter. The backward of `gather` and "
+        "of `all_gather` of `torch.distributed.nn.functional`, which on this version are deprecated, scatters slices "
+        "of the gradient as they are: if the gathered tensor is used transposed, each rank gets other elements of "
+        "the gradient, without an error.",
         "In place of the two functions take `all_gather_single_autograd` of "
-        "`torch.distributed._functional_collectives`, which is right. Elsewhere call `.contiguous()` on what goes into "
+        "`torch.distributed._functional_collectives`, which is right. Elsewhere call `.contiguous()` on the input of "
         "a collective.",
         "torch_scatter_of_transposed",
         ("torch/collectives::nn_gather_used_transposed", "torch/collectives::nn_all_gather_used_transposed"),
@@ -156,9 +154,9 @@ FINDINGS = (
         "transformers",
         "seen on 5.23.0",
         "The style `replicated_with_grad_allreduce`, which Qwen3's own tensor plan has for `q_norm` and `k_norm` "
-        "(those of Gemma 3, Qwen3-Next, EXAONE 4, dots1 and others name it too), sums `.grad` over the ranks after "
-        "each backward, and `.grad` already has the sum of the micro-batches before: with m of them on tp ranks the "
-        "first counts tp^(m-1) times. With one backward for each step it is right.",
+        "(the plans of Gemma 3, Qwen3-Next, EXAONE 4, dots1 and others name it too), sums `.grad` over the ranks "
+        "after each backward. But `.grad` already has the sum of the micro-batches before: with m micro-batches on "
+        "tp ranks the first counts tp^(m-1) times. With one backward for each step it is right.",
         "One backward for each optimizer step; or with n ranks divide the gradients of these two norms by n before "
         "each further backward.",
         "transformers_qk_norm",
@@ -184,13 +182,13 @@ FINDINGS = (
         "The sum of copy_to_ and reduce_from_tensor_model_parallel_region is lost where a tensor is not contiguous",
         "megatron-core",
         "seen on 0.16.1",
-        "Both sum `x.contiguous()` over the ranks and return `x`. Where x is contiguous this is the same memory. Where "
-        "it is a transposed or expanded view the sum is made in a copy that is dropped: each rank goes on with its "
-        "own term. In the backward of `copy_to_tensor_model_parallel_region` x is the gradient, which is a view where "
-        "the output is transposed by its user, or goes into a product with what is itself transposed.",
-        "Call `.contiguous()` on what goes into `reduce_from_`. What `copy_to_` returns "
-        "needs a hook that makes its gradient contiguous, `copied.register_hook(lambda g: g.contiguous())`. The "
-        "issue is mended on Megatron's main branch; it says that no path of Megatron's own comes there.",
+        "Both sum `x.contiguous()` over the ranks and return `x`. Where x is contiguous this is the same memory. "
+        "Where it is a transposed or expanded view the sum is made in a copy that is dropped, and each rank keeps "
+        "its own term. In the backward of `copy_to_tensor_model_parallel_region` x is the gradient, which is a view "
+        "if the output is transposed later, or is multiplied by a transposed matrix.",
+        "Call `.contiguous()` on the input of `reduce_from_`. The output of `copy_to_` needs a hook that makes its "
+        "gradient contiguous, `copied.register_hook(lambda g: g.contiguous())`. The issue is mended on Megatron's "
+        "main branch; it says that Megatron itself never calls them so.",
         "megatron_contiguous",
         ("megatron_core/mappings::copy_used_transposed", "megatron_core/mappings::reduce_of_transposed"),
         issue="[#5337](https://github.com/NVIDIA/Megatron-LM/issues/5337)",
@@ -199,10 +197,10 @@ FINDINGS = (
         "A trained bias beside a frozen weight gets no gradient in ColumnParallelLinear",
         "megatron-core",
         "seen on 0.16.1",
-        "Where its weight requires no gradient, `ColumnParallelLinear` computes by another function "
-        "(`LinearWithFrozenWeight`), whose backward returns the gradient of the input alone. A bias that is added in "
-        "the layer, the default, and is trained, as in tuning of biases alone, has no gradient: `.grad` stays None "
-        "without an error. It is so on one rank too: the smallest case below.",
+        "Where its weight requires no gradient, `ColumnParallelLinear` calls another function "
+        "(`LinearWithFrozenWeight`), whose backward returns the gradient of the input alone. So a trained bias that "
+        "the layer adds, which is the default, has no gradient: `.grad` stays None without an error. One rank is "
+        "enough, as the smallest case shows.",
         "Let the layer return its bias (`skip_bias_add=True`) and add it outside.",
         "megatron_frozen_weight",
         ("megatron_core/layers::column_parallel_linear_of_a_frozen_weight",),
@@ -211,10 +209,10 @@ FINDINGS = (
         "The fused cross entropy rounds the gradient of float32 logits to bfloat16",
         "megatron-core",
         "seen on 0.16.1",
-        "The backward of `fused_vocab_parallel_cross_entropy` ends with `grad_input.to(torch.bfloat16)`, whatever the "
-        "dtype of the logits. Of bfloat16 logits that is their own dtype; of float32 ones the loss is right to "
-        "float32's precision and the gradient to bfloat16's, a relative error of up to 2^-9 in each element. "
-        "`vocab_parallel_cross_entropy` is right in both dtypes. It is so on one rank too.",
+        "The backward of `fused_vocab_parallel_cross_entropy` ends with `grad_input.to(torch.bfloat16)`, whatever "
+        "the dtype of the logits. For float32 logits the loss has float32's precision and the gradient bfloat16's: a "
+        "relative error of up to 2^-9 in each element. `vocab_parallel_cross_entropy` is right in both dtypes. One "
+        "rank is enough.",
         "Leave `cross_entropy_loss_fusion` off where logits are float32.",
         "megatron_fused_cross_entropy",
         ("megatron_core/layers::fused_vocab_parallel_cross_entropy",),
@@ -224,10 +222,11 @@ FINDINGS = (
         "The mean cross entropy of sharded logits does not count tokens whose loss is zero",
         "colossalai",
         "seen on 0.5.0",
-        '`cross_entropy_1d(..., mode="mean")` divides by the number of tokens whose loss is not 0.0, in place of those '
-        "whose label is not ignored: a token that the model is sure of is left out, the mean of the others and their "
-        "gradients are too large, and where all are sure it is 0/0. The loss of a token is exactly zero in "
-        "float32 once its logit is far enough above the others: about 17 of 8 classes, 21 of 100, 27 of 32,000.",
+        '`cross_entropy_1d(..., mode="mean")` divides by the number of tokens with a loss other than 0.0; it should '
+        "count the labels that are not ignored. Tokens that the model is sure of are not counted, so that the mean "
+        "and its gradients are too large; if the model is sure of all tokens, the result is 0/0. The loss of a token "
+        "is exactly zero in float32 once its logit is far enough above the others: by about 17 with 8 classes, 21 "
+        "with 100, 27 with 32,000.",
         'Use `mode="sum"` and divide by the number of labels.',
         "colossalai_mean",
         ("colossalai/operations::cross_entropy_1d_mean_of_sure_tokens",),
@@ -237,13 +236,13 @@ FINDINGS = (
         "Sums of AutoTP are lost where a tensor is not contiguous",
         "deepspeed",
         "seen on 0.19.8",
-        "`RowParallel.forward` and `ColumnParallel.backward` sum `x.contiguous()` over the ranks and return `x`. Where "
-        "x is contiguous this is the same memory. Where it is a transposed or expanded view the sum is made in a copy "
-        "that is dropped: each rank goes on with its own term. A layer's own product brings it about: the gradient "
-        "of a matrix product has the strides of its input, so that `LinearLayer`, which copies its input by "
+        "`RowParallel.forward` and `ColumnParallel.backward` sum `x.contiguous()` over the ranks and return `x`. "
+        "Where x is contiguous this is the same memory. Where it is a transposed or expanded view the sum is made in "
+        "a copy that is dropped, and each rank keeps its own term. A layer alone can cause this: the gradient of a "
+        "matrix product has the strides of its input, so that `LinearLayer`, which copies its input by "
         "`ColumnParallel`, loses the sum where the input is a transposed view.",
-        "Call `.contiguous()` on what goes into `RowParallel` and into `LinearLayer`. What `ColumnParallel` returns "
-        "needs a hook that makes its gradient contiguous, `copied.register_hook(lambda g: g.contiguous())`.",
+        "Call `.contiguous()` on the inputs of `RowParallel` and `LinearLayer`. The output of `ColumnParallel` needs "
+        "a hook that makes its gradient contiguous, `copied.register_hook(lambda g: g.contiguous())`.",
         "deepspeed_contiguous",
         ("deepspeed/layers::*_of_transposed",),
     ),
@@ -252,9 +251,9 @@ FINDINGS = (
         "torch",
         "seen on 2.13.0",
         "`set_gradient_divide_factor(f)` with `set_force_sum_reduction_for_comms(True)` of a module that is sharded "
-        "over a mesh of one rank: the gradient is divided by f twice. A mesh of two ranks or more divides once. It is "
-        "so without forced sums too, where gradients are reduced in float16. Expert parallelism comes there as soon as "
-        "an expert has one data-parallel rank.",
+        "over a mesh of one rank: the gradient is divided by f twice. A mesh of two ranks or more divides once. The "
+        "same happens without forced sums if gradients are reduced in float16. Expert parallelism meets it as soon "
+        "as an expert has one data-parallel rank.",
         "Where the mesh has one rank set the square root of the factor, or leave such a module out of `fully_shard`.",
         "torch_divide_factor",
         ("torch/divide_factor::divided_as_sums_on_a_mesh_of_one",),
@@ -283,8 +282,8 @@ FINDINGS = (
         "Gradients in bfloat16 are not clipped",
         "nemo-automodel",
         "seen on 0.7.0",
-        "`clip_grad_by_total_norm_` converts each gradient to float32 and scales the result in place. Of a float32 "
-        "gradient the conversion is the gradient itself; of a bfloat16 one it is a copy, which is dropped: nothing is "
+        "`clip_grad_by_total_norm_` converts each gradient to float32 and scales the result in place. For float32 "
+        "the conversion returns the gradient itself; for bfloat16 it returns a copy, which is dropped: nothing is "
         "clipped, without an error.",
         "Call it with `dtype=torch.bfloat16`, the gradients' own, or keep gradients in float32.",
         "automodel_clip",
@@ -298,8 +297,8 @@ FINDINGS = (
         "nemo-automodel",
         "seen on 0.7.0",
         "`split_batch_into_thd_chunks(batch, num_chunks)` takes `rows // num_chunks` rows for each chunk; the rows "
-        "that are left over are in none. Its manual says that the number must divide the batch, and nothing checks it. "
-        "Tensors that it does not know, as `pixel_values`, are dropped for two chunks or more, and kept for one.",
+        "that are left over are lost. Its manual says that the number must divide the batch, and nothing checks it. "
+        "Tensors that it does not know, such as `pixel_values`, are kept with one chunk and dropped with more.",
         "Check that the number of rows is a multiple of the number of chunks.",
         "automodel_chunks",
         ("nemo_automodel/batches::chunks_of_an_odd_batch",),
@@ -312,8 +311,9 @@ FINDINGS = (
         "A gather of experts sums into the gradient of another tensor",
         "nemo-automodel",
         "seen on 0.7.0",
-        "The backward of `_AllGatherConcatVarlenFn` sums the gradient that comes in over the ranks, in place. Autograd "
-        "may hand the same tensor to others: in `gathered + bias` the gradient of the bias is then the ranks' sum too.",
+        "The backward of `_AllGatherConcatVarlenFn` sums the gradient that comes in over the ranks, in place. "
+        "Autograd may pass the same tensor to other operations: in `gathered + bias` the gradient of the bias "
+        "becomes the ranks' sum too.",
         "Put a multiplication by one behind the gather, so that its gradient is a tensor of its own.",
         "automodel_gather",
         ("nemo_automodel/losses::gather_of_experts_beside_a_term",),

@@ -1,4 +1,4 @@
-"""A discrete choice that rounding decides is no mismatch, and hides none."""
+"""A choice that rounding decides is reported as undecided, and a mismatch beside it is still reported."""
 
 from xml.etree import ElementTree
 
@@ -28,7 +28,7 @@ from shardproof.verify_one_case import verify_case
 
 
 def greatest(function=lambda x: x.max(-1).values, kinds=("normal", "ties"), **more):
-    """Torch gives the gradient of a maximum to one of several equal numbers, JAX a part to each."""
+    """At ties torch gives the whole gradient of a maximum to one element; JAX divides it among them."""
     return scheme(
         reference=lambda x: x.max(-1), mesh={"tp": (1, 2)}, inputs={"x": "b/tp v"}, outputs="b/tp",
         **{"dims": {"v": (6,)}, "draw": {"x": values(*kinds)}, "dtypes": ("float32",), **more},
@@ -46,7 +46,7 @@ def test_where_numbers_are_equal_a_right_maximum_is_undecided():
 
 @pytest.mark.parametrize("seed", [4, 11])
 def test_zeros_that_are_equal_are_a_tie_too(seed):
-    """The greatest numbers of these rows are zeros, and so are most."""
+    """The maxima of these rows are zeros, and most elements are zeros."""
     declaration = greatest()
     case = declaration.case(tp=1, b=1, v=6, seed=seed).replace(values={"x": {"kind": "ties"}})
     report = verify_case(declaration, case)
@@ -64,7 +64,7 @@ def test_zeros_that_are_equal_are_a_tie_too(seed):
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_numbers_are_a_tie_wherever_they_were_drawn(value, seed):
-    """Rows of zeros alone, and rows that are masked throughout, have several greatest numbers."""
+    """Rows of zeros and rows that are masked throughout have several maxima."""
     declaration = greatest(draw={"x": values("normal", "zeros", "ties", "neg_inf_mask", full_rows=True)})
     case = declaration.case(tp=2, b=4, v=6, seed=seed).replace(values={"x": value})
     assert verify_or_undecided(declaration, case).undecided_reason in (None, TIE)
@@ -78,7 +78,7 @@ def of_one(function, reference, *kinds, full_rows=False, **more):
 
 
 class WithGradient(torch.autograd.Function):
-    """A value of x, with the derivative that is given."""
+    """A given value, with a given derivative with respect to x."""
 
     @staticmethod
     def forward(ctx, x, value, derivative):
@@ -119,7 +119,7 @@ def test_a_gradient_at_zeros_outside_the_range_is_a_mismatch(gradient):
 
 
 def test_infinities_excuse_no_output_and_no_gradient_that_is_nan():
-    """Masked rows: the gradient is 0 in the reference, whatever is put in the place of the infinities."""
+    """In masked rows the gradient of the reference is 0, whichever finite number replaces the infinities."""
     kinds = ("normal", "neg_inf_mask")
     reference = lambda x: jnp.exp(x)  # noqa: E731
     wrong = (
