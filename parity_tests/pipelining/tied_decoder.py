@@ -107,7 +107,9 @@ def change_ends(stages):
 
 
 def is_accepted(schedule, stages, token, target):
-    """Whether this rank has a copy of a tied weight, and one copy is frozen in this step."""
+    """Whether a step goes through although one copy of a tied weight is frozen. One stage has no second copy."""
+    if stages[0].num_stages == 1:
+        return False
     copies = [(stage.submod.embed_tokens if stage.is_first else stage.submod.lm_head) for stage in stages]
     for stage in stages:
         if stage.is_first:
