@@ -124,6 +124,7 @@ IMPORT = {
 }
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("call", IMPORT)
 def test_an_import_that_exits_costs_only_the_schemes_below_it(call):
     file = written("leaves.py", IMPORTS, WRONG, f"{call}\n", RIGHT)
@@ -192,6 +193,7 @@ SHRINKING = {
 }
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("how", SHRINKING)
 def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
     """It is wrong for b=8 alone; smaller sizes can be drawn until then, and no more when one is tried."""
@@ -288,6 +290,7 @@ def test_an_error_of_one_scheme_costs_the_others_nothing(shardproof):
     assert out.splitlines()[-1] == "2 schemes, 0 mismatches, 0 not run, 1 not judged."
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_is_one_sentence(number):
     file = written("waits.py", "import time\nprint('importing', flush=True)\ntime.sleep(600)\n", RIGHT)

@@ -127,6 +127,7 @@ def test_a_command_that_cannot_fork_says_so():
     assert (status, err) == (USAGE, f"shardproof: {sentence}\n")
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -254,7 +255,9 @@ def test_an_interrupt_at_any_moment_is_one_sentence():
 def test_a_signal_that_is_ignored_asks_for_nothing():
     """As SIGHUP under nohup: it reaches parent and child, and neither ends."""
     ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    source = f"{HEAD}\n{ignored}\ndef call():\n    print(flush=True)\n    time.sleep(7)\nsys.exit(supervised(call))"
+    grace = "supervised_module.GRACE_S = 1.0"
+    call = "def call():\n    print(flush=True)\n    time.sleep(2)"
+    source = f"{HEAD}\n{ignored}\n{grace}\n{call}\nsys.exit(supervised(call))"
     process = python(source, start_new_session=True)
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGHUP)
