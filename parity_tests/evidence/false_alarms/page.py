@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from parity_tests.evidence.false_alarms.run import EACH, Counts
+from parity_tests.evidence.false_alarms.run import COMBINED_S, EACH, Counts
 from parity_tests.evidence.page import bullets, by_component, joined, markdown_table, written_by
 from shardproof.declare.counted import counted
 
@@ -19,7 +19,8 @@ knows, is judged on drawn examples: meshes, shapes, layouts, values, dtypes, wor
 another oracle is a false alarm. *Undecided* is a case in which the reference itself jumps within rounding.
 *Worst error* is the greatest error over its budget, float32 / bfloat16.
 
-Each scheme has {each} examples first; then all get equal time: functions have a thousand, whole models some dozens.
+The first examples of a scheme have each combination of its options on each mesh, {each} examples or more, as far as
+{seconds:.0f} s go; then all schemes get equal time: functions have a thousand examples, whole models some dozens.
 Left out are schemes that lockstep does not run, and one that would be compiled anew for each shape.
 
 {written_by}
@@ -45,6 +46,8 @@ def closing(counts: Iterable[Counts]) -> list[str]:
         f"{sum(each.conditions for each in counts)} were called under calling conditions; of each scheme there are "
         f"{min((each.examples.total() for each in counts), default=0)} examples or more; "
         f"{sum(each.seconds for each in counts):.0f} s of processor time.",
+        f"{sum(min(each.examples.total(), each.combinations) for each in counts)} of "
+        f"{sum(each.combinations for each in counts)} combinations of options and a mesh were judged.",
     ]
 
 
@@ -67,7 +70,11 @@ def sentences(counts: Iterable[Counts]) -> list[str]:
 def text(counts: Sequence[Counts]) -> str:
     """The page."""
     head = HEAD.format(
-        each=EACH, written_by=written_by("make alarms"), closing=bullets(closing(counts)), table=table(counts)
+        each=EACH,
+        seconds=COMBINED_S,
+        written_by=written_by("make alarms"),
+        closing=bullets(closing(counts)),
+        table=table(counts),
     )
     return joined(head, bullets(sentences(counts)))
 

@@ -1,7 +1,8 @@
 """Judge drawn examples of the built-in schemes, which are right: every reported error is a false alarm.
 
-After some examples of each scheme, time is shared equally: the next examples are of the scheme that has had the least
-time. So a function is judged a thousand times and a whole model some dozens. Example n is the same in each run.
+The first examples of a scheme have each combination of its options on each mesh: drawn cases have each two of these
+together, and three meet by chance. Then time is shared equally: the next examples are of the scheme that has had the
+least time. So a function is judged a thousand times and a whole model some dozens. Example n is the same in each run.
 
 `python -m parity_tests.evidence.false_alarms.run JOURNAL SHARE SHARES EXAMPLES` is one of SHARES processes. It judges
 its share of the schemes until it has its part of the examples. Examples in its journal are not judged again.
@@ -9,6 +10,8 @@ its share of the schemes until it has its part of the examples. Examples in its 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
@@ -19,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from parity_tests.evidence.injected_bugs.report import without_schedule_warnings
@@ -28,7 +32,8 @@ from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.draw.choosers import seeded_chooser
-from shardproof.draw.drawing import draw_case
+from shardproof.draw.drawing import draw_case, mesh_choices
+from shardproof.draw.size_choices import assumed_options
 from shardproof.engines.failure import Stalled
 from shardproof.engines.speed_advice import without_advice
 from shardproof.experiments.undecided import verify_or_undecided
@@ -37,6 +42,7 @@ from shardproof.report.report import Report
 
 ROUND_S = 4.0  # of one scheme, before the next one has its turn
 EACH = 40  # examples of every scheme, before time decides
+COMBINED_S = 20.0  # of one scheme, for combinations of options beyond these
 
 
 @dataclass
@@ -50,6 +56,13 @@ class Counts:
     undecided: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    combinations: int = 0  # of options and a mesh; the first examples have them
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether examples are due before other schemes get more time."""
+        judged = self.examples.total()
+        return judged < EACH or (judged < self.combinations and self.seconds < COMBINED_S)
 
     def add(self, other: Counts) -> None:
         self.examples += other.examples
@@ -59,6 +72,7 @@ class Counts:
         self.undecided += other.undecided
         self.alarms += other.alarms
         self.seconds += other.seconds
+        self.combinations = other.combinations
 
     def note(self, case: CaseSpec, report: Report) -> None:
         """Count one example."""
@@ -90,11 +104,28 @@ def schemes(share: int = 0, shares: int = 1) -> list[Declared]:
     return tried[share::shares]
 
 
+@functools.cache
+def combinations(scheme: Declared) -> list[dict[str, Any]]:
+    """Each mesh with each combination of options that it may have, in an order that is the same in each run."""
+    found: list[dict[str, Any]] = []
+    for mesh, shapes in mesh_choices(scheme, {})[0].fits:
+        if scheme.assume:
+            allowed = (options for shape in shapes for options in assumed_options(scheme, shape, mesh, {}))
+            found += {repr(options): {**mesh, **options} for options in allowed}.values()
+        else:
+            chosen = itertools.product(*scheme.all_options.values())
+            found += [{**mesh, **dict(zip(scheme.all_options, values, strict=True))} for values in chosen]
+    Random(0).shuffle(found)
+    return found
+
+
 def judge(scheme: Declared, first: int, most: int, seconds: float = ROUND_S) -> Counts:
     """Judge examples from number `first` on, `most` of them or as many as the seconds allow, and at least one."""
-    counts, start = Counts(scheme.key), time.process_time()
+    combined = combinations(scheme)
+    counts, start = Counts(scheme.key, combinations=len(combined)), time.process_time()
     for number in range(first, first + most):
-        case = draw_case(scheme, seeded_chooser(number), {}, seed=number, inside_subgroup=None, with_conditions=True)
+        given = combined[number] if number < len(combined) else {}
+        case = draw_case(scheme, seeded_chooser(number), given, seed=number, inside_subgroup=None, with_conditions=True)
         report = verify_or_undecided(scheme, case)
         counts.note(case, report)
         counts.seconds = time.process_time() - start
@@ -121,7 +152,7 @@ def main(arguments: Sequence[str]) -> None:
     left = wanted // shares - sum(each.examples.total() for each in counts.values())
     with without_schedule_warnings():
         while left > 0:
-            key = min(counts, key=lambda each: (counts[each].examples.total() >= EACH, counts[each].seconds))
+            key = min(counts, key=lambda each: (not counts[each].needs_more, counts[each].seconds))
             judged = judge(tried[key], counts[key].examples.total(), left)
             counts[key].add(judged)
             left -= judged.examples.total()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from parity_tests.evidence.false_alarms import page, run
-from parity_tests.evidence.false_alarms.run import Counts, counts_of, judge, schemes
+from parity_tests.evidence.false_alarms.run import EACH, Counts, counts_of, judge, schemes
 from shardproof import scheme, values
 from shardproof.declare import discover
 
@@ -32,6 +32,23 @@ def test_a_reported_error_is_an_alarm_with_its_case():
     counts = judge(doubled, 0, 40)
     assert counts.alarms and all("mismatch" in alarm and " budgets" in alarm for alarm in counts.alarms)
     assert f"{len(counts.alarms)} false alarms in 40 examples of 1 of 1 schemes" in page.closing([counts])[0]
+
+
+OPTIONS = {"low": (0, 1, 2), "mid": (0, 1, 2), "high": (0, 1, 2)}
+
+
+@pytest.mark.parametrize("assume", [None, lambda case: case.options["high"] != 2])
+def test_the_first_examples_have_each_combination_of_options_on_each_mesh(assume):
+    """The scheme is wrong for one combination of three options on one mesh."""
+    doubled = scheme(
+        reference=lambda x, **_: 2.0 * x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", options=OPTIONS,
+        draw={"x": values("normal")}, dtypes=("float32",), assume=assume,
+    )(lambda mesh, x, low, mid, high: 2 * x + ((low, mid, high, mesh.size("tp")) == (1, 2, 1, 2)))  # fmt: skip
+    combined = run.combinations(doubled)
+    assert len(combined) == (54 if assume is None else 36)
+    counts = judge(doubled, 0, len(combined), seconds=600.0)
+    assert len(counts.alarms) == 1 and counts.combinations == len(combined)
+    assert counts.needs_more == (counts.examples.total() < EACH)
 
 
 @pytest.mark.slow
