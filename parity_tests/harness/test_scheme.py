@@ -132,6 +132,31 @@ def test_rejected_at_declaration(changes, sentence):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"options": {"s": (0, 1)}}, "option 's' is also a dim; rename one of them, as verify(s=...) names either"),
+        (
+            {"rank_options": {"v": (0, 1)}},
+            "option 'v' is also a dim; rename one of them, as verify(v=...) names either",
+        ),
+        (
+            {"options": {"tp": (0, 1)}},
+            "option 'tp' is also a mesh axis; rename one of them, as verify(tp=...) names either",
+        ),
+        (
+            {"inputs": {"logits": "b cp/cp v/tp", "target": "b cp/cp"}, "outputs": "b cp/cp tp=I"},
+            "'cp' is both a dim and a mesh axis; rename one, as verify(cp=...) names either",
+        ),
+    ],
+)
+def test_a_name_of_two_things_is_rejected(changes, sentence):
+    def function(mesh, logits, target, s=0, v=0, tp=0):
+        return logits
+
+    assert rejection(function, reference=lambda logits, target, **options: logits, **changes).endswith(f": {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
         (
             {"inputs": {"logits": "b s/xp v/tp", "target": "b s/cp"}},
             "spec 'b s/xp v/tp' (input 'logits'): axis 'xp' is not in mesh (cp, tp); did you mean 'cp'?",

@@ -178,6 +178,7 @@ def scheme(
         if all_read := not errors.texts:
             results += errors.of(validation.modified_arguments, modifies, leaves, results) or ()
             errors.of(validation.check_axes_used, mesh, leaves, results)
+            errors.of(dim_formulas.check_names, mesh, leaves, results, choices)
             errors.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, user_draws, dims or {}, errors)
             errors.of(dim_formulas.check_dims, leaves, results, dims or {}, mesh, user_draws)

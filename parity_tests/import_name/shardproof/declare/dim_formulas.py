@@ -1,8 +1,9 @@
-"""Dims tied to others, `{"h": "2*g"}`: parses formulas, rejects circular ones, and evaluates them."""
+"""Names of dims, and dims tied to others, `{"h": "2*g"}`: parses formulas, rejects circular ones, evaluates them."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,25 @@ def check_dims(
 def names_of(arg: Argument) -> set[str]:
     """The names of a tensor's dims; a merged dim gives the name of each part."""
     return {name for dim in arg.spec.dims for name in dim.parts if not name.isdigit()}
+
+
+def check_names(
+    mesh: Mapping[str, Any],
+    leaves: Sequence[Argument],
+    results: Sequence[Argument],
+    choices: Sequence[Mapping[str, Any]],
+    errors: DeclarationErrors,
+) -> None:
+    """Dims, mesh axes and options have distinct names, since `verify(b=2)` gives any of them by its name."""
+    dims = {name for arg in (*leaves, *results) for name in (*arg.spec.dim_names, *names_of(arg))}
+    for kind, names in (("dim", dims), ("mesh axis", {*mesh})):
+        for name in itertools.chain(*choices):
+            if name in names:
+                raise errors(
+                    f"option {name!r} is also a {kind}; rename one of them, as verify({name}=...) names either"
+                )
+    if both := sorted(dims & {*mesh}):
+        raise errors(f"{both[0]!r} is both a dim and a mesh axis; rename one, as verify({both[0]}=...) names either")
 
 
 def groups(arguments: Sequence[Argument]) -> dict[str, str]:
