@@ -112,9 +112,11 @@ def _chart(figures: Sequence[Figure]) -> str:
     if not arms:
         return ""
     longest, width = arms[-1].milliseconds, max(len(arm.name) for arm in arms)
+    digits = len(f"{longest:,.0f}")
+    # Times come before the bars: a narrow window cuts the end of a line.
     bars = (
-        f"{arm.name:{width}}  {'█' * max(round(BAR * arm.milliseconds / longest), 1)} {arm.milliseconds:,.0f} ms"
-        for arm in arms
+        f"{arm.name:{width}}  {time:{digits},.0f} ms {'█' * max(round(BAR * time / longest), 1)}"
+        for arm, time in ((arm, arm.milliseconds) for arm in arms)
     )
     head = CHART_HEAD.format(conditions=arms[0].figure.how.partition("; ")[0])
     return joined(head, "```text\n" + "\n".join(bars) + "\n```")

@@ -77,7 +77,7 @@ def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
 
 def test_implementations_of_one_work_have_a_bar_and_a_row_each():
     page = text(Run("2026-01-01: here.", 7.0, (Section("Peers", ARMS),)))
-    assert f"ours    {'█' * 20} 50 ms\ntheirs  {'█' * 40} 100 ms\n" in page
+    assert f"ours     50 ms {'█' * 20}\ntheirs  100 ms {'█' * 40}\n" in page
     assert "**logprob, bfloat16**: of two ranks; n=7." in page
     assert "| ours | 50 ms | 1 | 1.13 | 1 all_gather | 768 | 0.5 | kept |" in page
     assert "| theirs | 100 ms | 2 | not seen | not seen |  | 3 | - |" in page
