@@ -9,8 +9,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all
-from parity_tests.expert_parallel.test_routed_experts import NUMBERS, ROUNDINGS
 from parity_tests.expert_parallel.stored_mixture import pairs_by_all_gather, pairs_by_all_to_all
+from parity_tests.expert_parallel.test_routed_experts import NUMBERS, ROUNDINGS
 from shardproof import CaseSpec, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.collectives import all_reduce
