@@ -8,6 +8,7 @@ from shardproof import scheme, values, verify
 from shardproof.declare.case import CaseSpec
 from shardproof.draw import inputs, recorded
 from shardproof.draw.long_case import ELEMENTS, LEAST, long_case
+from shardproof.draw.profiles import EXAMPLES, profile
 from shardproof.engines.program import Program
 
 
@@ -42,7 +43,7 @@ def test_a_running_sum_in_bfloat16_is_a_mismatch(seed):
     with pytest.raises(Found) as found:
         verify(biased(None), seed=seed, found=stop)
     (report,) = found.value.args
-    assert report.verdict == "mismatch" and report.examples == 20
+    assert report.verdict == "mismatch" and report.examples == EXAMPLES[profile()]
     assert [tensor.label for tensor in report.tensors if not tensor.ok] == ["d/d bias"]
 
 
@@ -58,7 +59,7 @@ def test_other_examples_do_not_show_it():
 
 def test_a_sum_in_float32_passes():
     report = verify(biased(torch.float32))
-    assert report.ok and report.examples == 20
+    assert report.ok and report.examples == EXAMPLES[profile()]
 
 
 def test_all_numbers_lie_between_a_half_and_one():
