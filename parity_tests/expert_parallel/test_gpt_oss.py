@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from jax_ref.expert_parallel import mixture_with_biases
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all
+from parity_tests.expert_parallel.stored_mixture import pairs_by_all_gather, pairs_by_all_to_all
 from parity_tests.expert_parallel.test_routed_experts import NUMBERS, ROUNDINGS
 from shardproof import CaseSpec, check_cases, scheme, values
 from shardproof.engines.engines import run
@@ -27,14 +27,7 @@ TENSORS = {
 }
 
 
-def by_pairs(x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit):
-    """Gate and up of each hidden column are neighbours."""
-    pairs = [each.reshape(*each.shape[:-1], -1, 2) for each in (gate_up, gate_up_bias)]
-    return mixture_with_biases(x, gates, experts, pairs[0], down, pairs[1], down_bias, limit)
-
-
 DECLARED = dict(
-    reference=by_pairs,
     mesh={"ep": (1, 2, 4), "tp": (1, 2, 3)},
     contract=routed_experts,
     inputs=TENSORS,
@@ -49,6 +42,7 @@ DECLARED = dict(
     options={"limit": (0.7137, 7.0, 1e4)},
     rank_options={"backend": ("auto", "eager")},
     dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
     roundings=ROUNDINGS,
     reduction=("k", "d", "f"),
 )
@@ -59,14 +53,14 @@ def biased(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limi
     return routed_experts(x, gates, experts, gate_up, down, mesh["ep"], mesh["tp"], **options)
 
 
-@scheme(cost=lambda c: cost_by_all_to_all(gpt_oss_experts, c), **DECLARED)
+@scheme(reference=pairs_by_all_to_all, cost=lambda c: cost_by_all_to_all(gpt_oss_experts, c), **DECLARED)
 def gpt_oss_experts(
     mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, gate_up_bias, down_bias, limit, backend
 ):
     return biased(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, backend=backend)
 
 
-@scheme(cost=lambda c: cost_by_all_gather(gathered_gpt_oss_experts, c), **DECLARED)
+@scheme(reference=pairs_by_all_gather, cost=lambda c: cost_by_all_gather(gathered_gpt_oss_experts, c), **DECLARED)
 def gathered_gpt_oss_experts(
     mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, gate_up_bias, down_bias, limit, backend
 ):

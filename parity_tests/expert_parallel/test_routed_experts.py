@@ -7,9 +7,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from jax_ref import expert_parallel as on_one_device
-from jax_ref.expert_parallel import mixture, swiglu
+from jax_ref.expert_parallel import swiglu
 from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all, cost_of_shared
+from parity_tests.expert_parallel.stored_mixture import (
+    by_all_gather,
+    by_all_to_all,
+    kept_by_all_gather,
+    kept_by_all_to_all,
+)
 from shardproof import CaseSpec, check_cases, mask, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.expert_parallel import routed_experts, shared_experts, softmax_top_k
@@ -39,6 +45,7 @@ DECLARED = dict(
     dims=SIZES,
     draw=DRAW,
     dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
     roundings=ROUNDINGS,
     reduction=("k", "d", "f"),
     rank_options={"backend": ("auto", "eager")},
@@ -52,17 +59,13 @@ RAGGED = {
 }
 
 
-def by_kept(x, gates, experts, kept, gate_up, down):
-    return mixture(x, gates, experts, gate_up, down, kept)
-
-
 def flat(gate_up):
     """gate|up side by side, as production takes this rank's columns of both."""
     return gate_up.flatten(2)
 
 
 @scheme(
-    reference=by_kept,
+    reference=kept_by_all_to_all,
     mesh={"ep": RANKS},
     contract=routed_experts,
     inputs=RAGGED,
@@ -76,7 +79,7 @@ def routed_over_ep(mesh, x, gates, experts: Int[Tensor, "t k"], kept: Bool[Tenso
 
 
 @scheme(
-    reference=by_kept,
+    reference=kept_by_all_gather,
     mesh={"ep": RANKS},
     contract=routed_experts,
     inputs=RAGGED,
@@ -101,7 +104,7 @@ def tokens_of_each(axes, replicated):
 
 
 @scheme(
-    reference=mixture,
+    reference=by_all_to_all,
     mesh={"ep": (1, 2), "tp": (1, 2, 4)},
     contract=routed_experts,
     inputs=tokens_of_each(("ep", "tp"), ()),
@@ -113,7 +116,7 @@ def routed_over_ep_and_tp(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, 
 
 
 @scheme(
-    reference=mixture,
+    reference=by_all_gather,
     mesh={"ep": (1, 2), "tp": (1, 2)},
     contract=routed_experts,
     inputs=tokens_of_each(("ep", "tp"), ()),
@@ -129,7 +132,7 @@ OF_THREE = {**SIZES, "e": (3, 6), "f": (6, 12)}
 
 
 @scheme(
-    reference=mixture,
+    reference=by_all_to_all,
     mesh={"ep": (1, 3), "tp": (1, 2, 3)},
     contract=routed_experts,
     inputs=tokens_of_each(("ep", "tp"), ()),
@@ -142,7 +145,7 @@ def routed_over_threes(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, dow
 
 
 @scheme(
-    reference=mixture,
+    reference=by_all_to_all,
     mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
     contract=routed_experts,
     inputs=tokens_of_each(("dp", "cp", "ep", "tp"), ("dp", "cp")),

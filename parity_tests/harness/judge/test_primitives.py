@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ref.stored import stored
 from parity_tests.specimens.two_evaluations import evaluated_twice
 from shardproof.judge import bridge, primitives
 from shardproof.judge.primitives import RULES
@@ -68,7 +69,7 @@ PROGRAMS = {
             jnp.cbrt,
             jnp.floor, jnp.ceil, jnp.sign, jnp.square, lax.neg, lax.is_finite, jnp.sinh, jnp.cosh, jnp.arctan,
             jnp.arcsinh,
-            lax.round, lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), lax.stop_gradient,
+            lax.round, lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN), lax.stop_gradient, stored,
             lambda x: lax.bitcast_convert_type(x, np.int64), jax.grad(lambda x: jnp.tanh(x).sum()),
             lambda x: lax.integer_pow(x, 3), lambda x: lax.integer_pow(x, -2), lambda x: lax.integer_pow(x, 2),
         ),

@@ -1,6 +1,7 @@
 """The names that users import, each with its place. `__init__.py` reads this table, and so do type checkers."""
 
 from jax_ref import layouts as layouts
+from jax_ref.stored import stored as stored
 from shardproof.declaration import Scheme as Scheme
 from shardproof.declaration import scheme as scheme
 from shardproof.declare.case import CaseSpec as CaseSpec

@@ -144,6 +144,7 @@ def scheme(
     intermediates are in float32 or wider, more if a softmax, a product or a norm is stored in bfloat16 and used again.
     `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum that is kept in
     bfloat16 is then a mismatch, which the default budget allows; `roundings` then counts values stored in float32.
+    Intermediates that the reference marks by `shardproof.stored` are rounded too, as their gradients are.
     `inside="bfloat16"` says that intermediates are narrower than the tested dtype, as in an iteration that always runs
     in it.
     `ties="ordered"` promises which of equal inputs comes first, as in a stable sort: another order is then a mismatch,

@@ -42,6 +42,7 @@ from shardproof.draw import size_choices
 from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
 from shardproof.draw.coverage import pairs_not_drawn, plan
 from shardproof.draw.drawing import draw_case, fitting_meshes, meshes_left_out
+from shardproof.draw.long_case import long_case
 from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
 from shardproof.endings import exits
 from shardproof.endings.raised import pass_interrupt
@@ -125,8 +126,9 @@ def verify(
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
     choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
     first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices)
+    long = _long_cases(scheme, fixed, draw_options, seed, examples) if total > len(first_cases) else []
     if examples is None and total > len(first_cases):
-        total = max(total, len(first_cases) + len(first_choices))
+        total = max(total, len(first_cases) + len(first_choices) + len(long))
     reports = _until_one_fails(scheme, first_cases)
     # 2. The rest is drawn, and a failure is reduced to the simplest case.
     search = Search(reports, as_drawn=next((report.case for report in reports if _ends(report)), None))
@@ -134,8 +136,14 @@ def verify(
         found(merge_reports(reports))
     if total > len(reports) and search.as_drawn is None:
         until = math.inf if limit_s is None else start + limit_s
-        search = _search(scheme, fixed, draw_options, seed, total - len(reports), progress, found, first_choices, until)
+        drawn = total - len(reports) - len(long)
+        search = _search(scheme, fixed, draw_options, seed, drawn, progress, found, first_choices, until)
         reports += search.reports
+        if not _ends(reports[-1]) and time.perf_counter() <= until:
+            reports += _until_one_fails(scheme, long)
+            search = replace(search, as_drawn=reports[-1].case if _ends(reports[-1]) else None)
+            if found and search.as_drawn is not None:
+                found(merge_reports(reports))
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok or report.only_unwaited]
     if equal and not any(_ends(report) for report in reports):
@@ -221,6 +229,17 @@ def _first_cases(
         choosers = (even_chooser(number, seed) for number in range(len(cases), VALUE_EXAMPLES))
         cases += [draw_case(scheme, choose, fixed, **default_options) for choose in choosers]
     return cases, total
+
+
+def _long_cases(
+    scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
+) -> list[CaseSpec]:
+    """The long case of a scheme, in place of its last example, if the caller leaves examples and dtypes to us."""
+    is_ours = examples is None and draw_options["dtype"] is None and draw_options["world"] is None
+    if not is_ours or draw_options["engine"] != "lockstep" or draw_options["inside_subgroup"]:
+        return []
+    case = long_case(scheme, fixed, seed)
+    return [] if case is None else [case]
 
 
 def _case_of_each_mesh_and_dtype(

@@ -18,6 +18,7 @@ from shardproof.declare.case import CaseSpec
 
 EXTREME = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never get in practice
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *EXTREME)
+ALIKE = "alike"  # between 1/2 and 1; of a long case, see long_case.py
 BY_NAME = ("positive", "uniform", "sorted", "probabilities", "nan")  # drawn only if named, for functions of such inputs
 # Values for the border of a shard; with UNCHANGED in the same draw, a masked border is as likely as a border id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
@@ -180,6 +181,8 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
         return normal * 10.0 ** rng.uniform(0.0, math.log10(math.sqrt(_RANGE[dtype]) / 64.0), shape)
     if kind == "tiny":
         return normal * _TINY[dtype]
+    if kind == ALIKE:
+        return alike(rng, shape)
     if kind == "positive":
         return np.exp(normal)
     if kind == "uniform":
@@ -202,6 +205,11 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
             masked &= np.arange(shape[-1]) != keep[..., None]
         return np.where(masked, -np.inf, normal)
     return normal
+
+
+def alike(rng: Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers between 1/2 and 1."""
+    return rng.uniform(0.5, 1.0, shape)
 
 
 def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:

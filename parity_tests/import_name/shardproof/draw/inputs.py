@@ -19,7 +19,7 @@ import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import COTANGENT
-from shardproof.declare.draws import UNEVEN, Draw, with_border
+from shardproof.declare.draws import ALIKE, UNEVEN, Draw, alike, with_border
 from shardproof.declare.spec import Dim, Sharding
 from shardproof.draw import custom_layout
 
@@ -110,7 +110,9 @@ def _numbers_of_cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
     if COTANGENT + arg.name in case.conditions.get("expanded", ()):
         one = generator(case, f"cotangent {arg.name}").standard_normal(())
         return np.full(arg.shape(case), rounded(np.asarray(one), case.dtype))
-    return rounded(generator(case, f"cotangent {arg.name}").standard_normal(arg.shape(case)), case.dtype)
+    rng, shape = generator(case, f"cotangent {arg.name}"), arg.shape(case)
+    is_alike = case.values.get(COTANGENT + arg.name, {}).get("kind") == ALIKE
+    return rounded(alike(rng, shape) if is_alike else rng.standard_normal(shape), case.dtype)
 
 
 # Ranks of lockstep and the reference need the same arrays for the judged case and for its other calls. They share one

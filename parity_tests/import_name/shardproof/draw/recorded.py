@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from shardproof.declare.case import SPARE, CaseSpec
-from shardproof.declare.conditions import CONDITIONS
+from shardproof.declare.conditions import CONDITIONS, COTANGENT
 from shardproof.declare.declared import Declared
-from shardproof.declare.draws import BY_NAME, EXTREMES, FLOAT_KINDS, IGNORED, KEEP, PLACES
+from shardproof.declare.draws import ALIKE, BY_NAME, EXTREMES, FLOAT_KINDS, IGNORED, KEEP, PLACES
 from shardproof.draw.size_choices import free_dims
 
 
@@ -24,7 +24,8 @@ def check(scheme: Declared, case: CaseSpec) -> None:
     _same("dims", case.dims, [*free, *scheme.dims], scheme, required=free)
     _same("options", case.options, [*scheme.options, *scheme.rank_options], scheme)
     _same("layouts", case.layouts, [f"{dim}/{each.axis}" for dim, each in shardings], scheme)
-    _same("values", case.values, [arg.name for arg in scheme.inputs], scheme)
+    cotangents = [COTANGENT + arg.name for arg in scheme.outputs]
+    _same("values", case.values, [*(arg.name for arg in scheme.inputs), *cotangents], scheme)
     _same("conditions", case.conditions, CONDITIONS, scheme)
     if case.mesh.keys() - case.scheme_mesh.keys() - {SPARE}:
         raise ValueError(f"replay: case of '{scheme.name}' has an axis beside its mesh")
@@ -44,9 +45,9 @@ def _same(
 
 
 def _check_value(scheme: Declared, name: str, value: Any) -> None:
-    kind = scheme.draws[name].kind
+    kind = scheme.draws[name].kind if name in scheme.draws else "float"
     drawn: dict[str, tuple[Collection[str], Any]] = {
-        "kind": ((*FLOAT_KINDS, *BY_NAME) if kind == "float" else (kind,), value.get("kind")),
+        "kind": ((*FLOAT_KINDS, *BY_NAME, ALIKE) if kind == "float" else (kind,), value.get("kind")),
         "keep": (KEEP, value.get("keep", KEEP[0])),
         "ignored": (IGNORED, value.get("ignored", IGNORED[0])),
         "border": ((*EXTREMES, "none"), value.get("border", ["none"])[0]),

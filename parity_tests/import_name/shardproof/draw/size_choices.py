@@ -71,7 +71,7 @@ def shapes(
 
     def offer(units: Sequence[Mapping[str, int]], turn: int) -> None:
         for unit in units:
-            shape = _shape(scheme, fixed, unit, turn)
+            shape = shape_of_turn(scheme, fixed, unit, turn)
             if shape is None or shape in offered:
                 continue
             offered.append(shape)
@@ -94,10 +94,10 @@ def _units_of_rounds(
     scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
 ) -> list[dict[str, int]]:
     """The unit of each size on each mesh; with too many meshes, one unit that serves them all."""
-    units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
+    units = list({tuple(sorted(unit.items())): unit for unit in (units_of(scheme, mesh) for mesh in tried)}.values())
     if len(units) > max(limit // 2, 1):
         common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
-        if _shape(scheme, fixed, common, 0) is not None:
+        if shape_of_turn(scheme, fixed, common, 0) is not None:
             return [common]
     return units
 
@@ -112,9 +112,9 @@ def _own_shape(
     """A shape for a mesh for which custom layouts or `assume` reject all chosen ones, if it has any."""
     if any(compatible(scheme, shape, mesh, options) for shape in chosen):
         return []
-    unit = _units(scheme, mesh)
+    unit = units_of(scheme, mesh)
     shapes = itertools.chain(
-        (_shape(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
+        (shape_of_turn(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
     )
     return list(itertools.islice((shape for shape in shapes if shape and compatible(scheme, shape, mesh, options)), 1))
 
@@ -123,7 +123,7 @@ def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]
     """The features of a shape on a mesh, as (dim, words): its size of each dim that lists sizes, as ("h", "h=4"), and
     for each other sharded dim whether a rank has one row (or the fewest that its layout allows), two or more.
     """
-    units = _units(scheme, mesh)
+    units = units_of(scheme, mesh)
     found = set[tuple[str, str]]()
     for name in free_dims(scheme):
         if name not in shape:
@@ -137,7 +137,7 @@ def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]
 
 def has_smallest_size(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
     """Whether a dim without listed sizes has 1, or one on each rank: with such a size many mistakes do not show."""
-    units = _units(scheme, mesh)
+    units = units_of(scheme, mesh)
     return any(shape[name] < 2 * units.get(name, 1) for name in free_dims(scheme) if name not in scheme.dims)
 
 
@@ -155,7 +155,7 @@ def _pair_shapes(
     """
     added: list[dict[str, int]] = []
     for mesh in reversed(tried):
-        unit = _units(scheme, mesh)
+        unit = units_of(scheme, mesh)
         covered = set[tuple[str, str]]()
         for shape in (*chosen, *added):
             if compatible(scheme, shape, mesh, options):
@@ -195,7 +195,7 @@ def _new_shape(
     """Of the shapes of all turns that suit the mesh and have the wanted feature, the one with the most features that
     are not covered; or None. The turns begin at another one for each shape, so that other sizes vary."""
     order = (1 + (start + turn) % (TURNS - 1) for turn in range(TURNS - 1))
-    turns = [shape for turn in order if (shape := _shape(scheme, fixed, unit, turn)) is not None]
+    turns = [shape for turn in order if (shape := shape_of_turn(scheme, fixed, unit, turn)) is not None]
     turns = [shape for shape in turns if wanted <= features(scheme, shape, mesh)]
     distinct = list({tuple(shape.items()): shape for shape in turns}.values())
     distinct.sort(
@@ -207,7 +207,7 @@ def _new_shape(
 
 def no_shape(scheme: Declared, fixed: Mapping[str, int], mesh: Mapping[str, int]) -> str:
     """Why a mesh has no shape at all: none of the sizes listed for a dim is a multiple of the mesh's unit."""
-    for name, step in _units(scheme, mesh).items():
+    for name, step in units_of(scheme, mesh).items():
         choices = scheme.dims.get(name, ())
         if name not in fixed and not isinstance(choices, str) and not any(size % step == 0 for size in choices):
             sizes = " or ".join(map(str, choices))
@@ -347,7 +347,9 @@ def free_dims(scheme: Declared) -> list[str]:
     return list(names)
 
 
-def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> dict[str, int] | None:
+def shape_of_turn(
+    scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int
+) -> dict[str, int] | None:
     """The shape of one round for a mesh with these units; None if the declared sizes cannot be sharded."""
     shape = {}
     for index, name in enumerate(free_dims(scheme)):
@@ -404,7 +406,7 @@ def _offsets_dims(scheme: Declared) -> set[str]:
     return {arg.spec.dims[0].name for arg in scheme.inputs if scheme.draws[arg.name].kind == "offsets"}
 
 
-def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
+def units_of(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
     """Each dim's unit on this mesh: its size must be a multiple.
 
     Custom layouts have no unit and are asked about each size.

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardproof.judge import control_flow, indexing
 from shardproof.judge.step import DIRECTIONS, NoRule, Rule, Step, constant, derived, elementwise, linear
+from shardproof.judge.storage import is_stored
 
 DTYPES = frozenset(map(np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")))
 DTYPES |= {np.dtype("float32"), np.dtype("float64")}
@@ -132,6 +133,13 @@ def position(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def clamped(equation: Any) -> Callable[..., Any]:
     return lambda lowest, x, highest: np.minimum(np.maximum(x, lowest), highest)
+
+
+def of_storage(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    """`jax_ref.stored` is the identity; rounding.py rounds what it marks. Errors: NoRule, for another precision."""
+    if not is_stored(equation):
+        raise NoRule(f"{equation.primitive.name} to {equation.params['mantissa_bits']} bits")
+    return linear(same)(equation, has_tangent, nested)
 
 
 # Elementwise operations with a parameter or a choice.
@@ -334,6 +342,7 @@ RULES: dict[str, Rule] = {
     "scatter-max": derived(constant(indexing.scatter(np.maximum))),
     "select_n": linear(select),
     "copy": linear(same),
+    "reduce_precision": of_storage,
     "name": linear(same),
     "optimization_barrier": linear(same),
     "convert_element_type": by_kind(linear(converted), constant(converted)),

@@ -28,6 +28,7 @@ from shardproof.engines.program import Program
 from shardproof.judge import bridge
 from shardproof.judge.rounding import POOL, evaluator
 from shardproof.judge.step import DIRECTIONS
+from shardproof.judge.storage import storage_of
 
 MAX_PROGRAMS = 250
 POINTS = 4  # random inputs, each with its negative: a piecewise derivative that is 0 at one is rarely 0 at the other
@@ -196,10 +197,11 @@ def _call(
     of_reference = _PROGRAMS.setdefault(scheme.reference, {})  # schemes with the same reference share its traces
     tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
+    storage = storage_of(case.dtype) if scheme.sums else None
     if signature in of_reference:
         program, structure = of_reference[signature]
         with np.errstate(all="ignore"):
-            results = program(*flat)
+            results = program(*flat, storage=storage)
     else:
         # The first call of a signature traces, which is most of a reference's cost.
         start = time.perf_counter()
@@ -207,7 +209,7 @@ def _call(
         try:
             with np.errstate(all="ignore"):
                 program, structure = _build(scheme, keywords, output_shapes, unused, arrays)
-                results = program(*flat)
+                results = program(*flat, storage=storage)
         except ReferenceFailure:
             raise
         except BaseException as error:

@@ -23,6 +23,7 @@ import numpy as np
 
 from shardproof.judge.primitives import numpy_rule
 from shardproof.judge.step import NoRule, Rule, by_jax, is_floating
+from shardproof.judge.storage import Storage, is_stored
 
 # Operations that permute or select numbers and are therefore exact.
 EXACT = frozenset(
@@ -152,13 +153,18 @@ class TracedProgram:
         self.length = len(trace.operations)
 
     def __call__(
-        self, inputs: Sequence[Any], tangents: Sequence[Any], tangent_errors: Any = None, value_errors: Any = None
+        self,
+        inputs: Sequence[Any],
+        tangents: Sequence[Any],
+        tangent_errors: Any = None,
+        value_errors: Any = None,
+        storage: Storage | None = None,
     ) -> tuple[list, list]:
         """Values and tangents of the outputs, None for an output without a tangent.
 
         Both kinds of errors are relative to an operation's result: POOL random signs times half a unit in the last
         place. `tangent_errors` has one such row for each direction, added to the tangents; `value_errors` is one row,
-        which is added to the values.
+        which is added to the values. Numbers that the reference marks as stored are rounded as `storage` says.
         """
         value: list[Any] = list(self._trace.constants)
         tangent: list[Any] = [None] * len(value)
@@ -169,6 +175,10 @@ class TracedProgram:
             results, result_tangents = operation.step([value[i] for i in operands], [tangent[i] for i in operands])
             each = zip(operation.results, results, result_tangents, operation.numbers, strict=True)
             for index, y, t, number in each:
+                if storage is not None and is_stored(operation.equation):
+                    signs = self._errors_of(tangent_errors, y.size, index).reshape((-1, *y.shape))
+                    value[index], tangent[index] = storage.rounded(self._xp, y, t, self._xp.sign(signs))
+                    continue
                 size = self._size(y, operation.equation.primitive.name) if number else None
                 value[index] = (
                     y if value_errors is None or size is None else self._off_by(y, size, value_errors, number)
@@ -228,7 +238,7 @@ def nested_program(closed: Any, has_tangent: Sequence[bool], rule_of: Callable[[
 def evaluator(
     closed: Any, has_tangent: Sequence[bool], compiler_options: Callable[[], Any], *, rounded: bool = True
 ) -> Callable[..., Any]:
-    """(inputs, tangents, tangent_errors, value_errors) -> (values, tangents) of a traced function.
+    """(inputs, tangents, tangent_errors, value_errors, storage) -> (values, tangents) of a traced function.
 
     Operations that are not `rounded` make no errors, and have no tangent if no input has one.
     """
@@ -251,4 +261,4 @@ def by_xla(trace: Trace, has_tangent: Sequence[bool], compiler_options: Callable
     import jax.numpy as jnp
 
     program = TracedProgram(trace, has_tangent, lambda equation: by_jax, jnp)
-    return jax.jit(program.__call__, compiler_options=compiler_options())
+    return jax.jit(program.__call__, compiler_options=compiler_options(), static_argnames="storage")

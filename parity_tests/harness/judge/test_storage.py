@@ -1,0 +1,84 @@
+"""Stored intermediates: the reference rounds them as the function does, and a rounding more is a mismatch."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from jax_ref.stored import stored
+from shardproof import scheme, values, verify
+from shardproof.judge.storage import storage_of
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_nearest_number_is_torchs(dtype):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(4000) * 10.0 ** rng.uniform(-8, 4, 4000)
+    x = np.concatenate([x, [0.0, -0.0, np.inf, -np.inf, np.nan, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-24, 2.0**-25]])
+    want = torch.tensor(x).to(getattr(torch, dtype)).double().numpy()
+    assert np.array_equal(storage_of(dtype).nearest(np, x), want, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_dtype_of_sums_is_not_stored_in(dtype):
+    assert storage_of(dtype) is None
+
+
+def test_an_error_before_is_absorbed_or_is_a_whole_step():
+    """1 + 2^-10 rounds to 1 with any error up to 2^-12; 1 + 2^-8 lies in the middle of 1 and 1 + 2^-7."""
+    x, tangent = np.array([1 + 2.0**-10, 1 + 2.0**-8]), np.full((8, 2), 2.0**-15)
+    value, left = storage_of("bfloat16").rounded(np, x, tangent, np.ones((8, 2)))
+    assert value.tolist() == [1.0, 1.0]
+    assert left[0].tolist() == [0.0, 2.0**-7]
+
+
+def gated(x, a, b):
+    """A hidden layer that is stored, and a product of it."""
+    return stored(jax.nn.silu(x @ a)) @ b
+
+
+def unmarked(x, a, b):
+    return jax.nn.silu(x @ a) @ b
+
+
+def in_float32(x, a, b):
+    hidden = silu(x.float() @ a.float()).to(x.dtype)
+    return (hidden.float() @ b.float()).to(x.dtype)
+
+
+def with_one_rounding_more(x, a, b):
+    hidden = silu((x.float() @ a.float()).to(x.dtype))
+    return (hidden.float() @ b.float()).to(x.dtype)
+
+
+def declared(function, reference, **more):
+    return scheme(
+        reference=reference,
+        mesh={"dp": (1, 2)},
+        inputs={"x": "t/dp d", "a": "d f dp=R", "b": "f d dp=R"},
+        outputs="t/dp d",
+        draw=dict.fromkeys("xab", values("normal", "zeros", "ties")),
+        dtypes=("float32", "bfloat16", "float16"),
+        reduction=("d", "f"),
+        **more,
+    )(lambda mesh, x, a, b: function(x, a, b))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stored_intermediates_keep_the_promise(seed):
+    assert verify(declared(in_float32, gated, sums="float32"), seed=seed).ok
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rounding_more_breaks_it(seed, tmp_path):
+    broken = declared(with_one_rounding_more, gated, sums="float32")
+    assert verify(broken, seed=seed, replay_folder=str(tmp_path)).verdict == "mismatch"
+
+
+def test_a_budget_of_two_roundings_hides_it():
+    assert verify(declared(with_one_rounding_more, unmarked, roundings=2)).ok
+
+
+def test_without_a_mark_nothing_may_be_stored(tmp_path):
+    assert verify(declared(in_float32, unmarked, sums="float32"), replay_folder=str(tmp_path)).verdict == "mismatch"

@@ -1,0 +1,56 @@
+"""Numbers that a reference marks as `stored` are rounded to the tested dtype, as the function under test rounds them.
+
+The function rounds the same number, but for the errors of its float32 arithmetic: |error| <= tau. If x - tau and
+x + tau round to one number, the function has stored this number, and no error is left. Otherwise x lies next to the
+middle of two neighbours, and the function may have stored either: the tangent then is their distance, with a random
+sign.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+UNCERTAIN = 8.0  # root mean squares of the error before a number is rounded: `compare.K`
+FLOAT64_BITS = 52  # of the mantissa; `jax_ref.stored` names as many
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A 16-bit dtype: the digits of its numbers, and the exponent of the least normal one."""
+
+    digits: int
+    least_exponent: int
+
+    def rounded(self, xp: Any, x: Any, tangent: Any, signs: Any) -> tuple[Any, Any]:
+        """x as it is stored, and the tangent of what may have been stored. `signs` has a row for each direction."""
+        stored = self.nearest(xp, x)
+        if tangent is None:
+            return stored, None
+        square = (xp.where(xp.isfinite(tangent), tangent, 0.0) ** 2).mean(0)
+        tau = UNCERTAIN * xp.sqrt(square)
+        distance = self.nearest(xp, x + tau) - self.nearest(xp, x - tau)
+        return stored, signs * xp.where(xp.isfinite(distance), distance, 0.0)[None]
+
+    def nearest(self, xp: Any, x: Any) -> Any:
+        """The nearest number of the dtype, ties to even, as if its exponents had no upper end."""
+        finite = xp.where(xp.isfinite(x), x, 0.0)
+        _, exponent = xp.frexp(finite)  # |x| = m 2^exponent, 1/2 <= m < 1
+        step = xp.ldexp(xp.ones_like(finite), xp.maximum(exponent, self.least_exponent + 1) - self.digits)
+        return xp.where(xp.isfinite(x), xp.round(finite / step) * step, x)
+
+
+def storage_of(dtype: str) -> Storage | None:
+    """The storage of a dtype narrower than its sums; None for float32 and float64, whose sums round as often."""
+    info = torch.finfo(getattr(torch, dtype))
+    if info.bits > 16:
+        return None
+    return Storage(digits=1 - int(np.log2(info.eps)), least_exponent=int(np.log2(info.tiny)))
+
+
+def is_stored(equation: Any) -> bool:
+    """Whether a traced operation is `jax_ref.stored`."""
+    return equation.primitive.name == "reduce_precision" and equation.params["mantissa_bits"] == FLOAT64_BITS
