@@ -18,7 +18,7 @@ OF_MANY_ARGUMENTS = {
     "torch_impl/vocab_parallel/packed.py from_parallel_logits_to_logprobs_packed_sequences": "14 arguments",
     "torch_impl/parallelizer/adapters/nvfsdp.py nvfsdp_strategy_parallelize": "19 arguments, each explained",
     "torch_impl/parallelizer/adapters/megatron_fsdp.py megatron_fsdp_strategy_parallelize": "19 arguments",
-    "torch_impl/parallelizer/fsdp2.py fsdp2_strategy_parallelize": "16 arguments, each explained",
+    "torch_impl/parallelizer/fsdp2.py fsdp2_strategy_parallelize": "18 arguments, each explained",
     "torch_impl/pipelining/pipeline.py pipeline_model": "25 arguments of the pages",
     "parity_tests/import_name/shardproof/cli/verify.py verify": "21 options, each with its help",
     "parity_tests/import_name/shardproof/verification.py verify": "15 arguments, each explained",

@@ -1,21 +1,24 @@
 """Parity of NeMo Automodel's names for sharding over cp: by the positions of a rank, and by a sharder of a batch."""
 
 from contextlib import nullcontext
+from functools import partial
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from jax_ref.context_parallel import shard_and_squares
+from jax_ref.context_parallel import padded_batch, shard_and_squares
 from parity_tests.context_parallel.drawn_rows import FILL
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
 from shardproof.engines.engines import run
 from torch_impl.context_parallel.adapters import automodel
 
 Rows = Float[Tensor, "b l d"]
+ByToken = Int[Tensor, "b l"]
 DTYPES = ("float32", "bfloat16", "float64")
 
 
@@ -143,7 +146,63 @@ def packed_rows(mesh, x, padded, real, num_chunks, trim) -> tuple[Rows, Rows]:
     return tokens.unflatten(0, (len(x), -1)), full if trim else full.unflatten(0, x.shape[:2])
 
 
-SCHEMES = (contiguous_positions, round_robin_positions, padded_sequence, padded_rows, packed_rows)
+PAD_ID, GROUP_FILL = 11, -2
+
+
+def blocks_by_hand(x, ids, groups, less, mask):
+    """Columns from s - `less` on are padding; with `mask` one more of each row is."""
+    real = ids.shape[1] - less
+    embeddings, _, labels, positions, padding = padded_batch(x, ids, 3 * ids, real)
+    added = positions >= real
+    hidden = padding | (positions >= real - 1) if mask else padding
+    tokens = jnp.where(added, PAD_ID, ids), labels, positions, hidden
+    return embeddings, *tokens, jnp.where(added.T, GROUP_FILL, groups), embeddings**2
+
+
+def padded_length(c):
+    multiple = 1 if c.cp == 1 else c.cp * max(c.pad_multiple, 2)
+    return -(-(c.s - c.less) // multiple) * multiple
+
+
+@scheme(
+    reference=blocks_by_hand,
+    mesh={"cp": (2, 1, 3, 4, 8)},
+    inputs={"x": "b s d cp=R", "ids": "b s", "groups": "s b"},
+    outputs=("b s/cp d", *4 * ("b s/cp",), "s/cp b", "b s d cp=R"),
+    dims={"b": (2, 1, 3), "s": (24, 48), "d": (2, 1)},
+    draw={"ids": integers(1, 9), "groups": integers(0, 5)},
+    options={"less": (1, 0, 3, 5), "mask": (True, False)},
+    rank_options={"pad_multiple": (1, 3, 2), "is_sharded_here": (True, False)},
+    dtypes=DTYPES,
+    assume=lambda c: padded_length(c) == c.s,
+    cost=lambda c: one_gather(c, c.s),
+)
+def contiguous_batch(
+    mesh, x, ids, groups, less, mask, pad_multiple, is_sharded_here
+) -> tuple[Rows, ByToken, ByToken, ByToken, Bool[Tensor, "b l"], Int[Tensor, "l b"], Rows]:
+    """Embeddings, ids, labels, positions, padding and an entry of another dim; squares of the embeddings, gathered."""
+    real, cp_mesh = ids.shape[1] - less, mesh.device_mesh["cp"]
+    batch = {"inputs_embeds": x[:, :real], "input_ids": ids[:, :real], "labels": 3 * ids[:, :real]}
+    batch |= {"attention_mask": (torch.arange(real) < real - mask).int().expand(len(ids), -1), "groups": groups[:real]}
+    shard_blocks = partial(
+        automodel.shard_batch_contiguous, pad_multiple=pad_multiple, shard_primary=is_sharded_here,
+        extra_seq_keys={"groups": 0, "images": 0}, extra_pad_values={"groups": GROUP_FILL, "images": 0},
+    )  # fmt: skip
+    sharder = automodel.ContextParallelSharder(device_mesh=cp_mesh, shard_batch=shard_blocks, padding_token_id=PAD_ID)
+    factory, sharded = sharder.shard(batch)
+    with factory():
+        of_model = {"inputs_embeds": 0, "input_ids": PAD_ID}
+        if not is_sharded_here:  # as the model does then
+            for name, fill in of_model.items():
+                sharded[name], *_ = automodel.shard_sequence_for_cp_contiguous(
+                    cp_mesh, sharded[name], pad_value=fill, pad_multiple=pad_multiple
+                )
+    full = sharder.gather_token_tensor(sharded["inputs_embeds"].square(), trim=True)
+    tokens = (sharded[name] for name in ("inputs_embeds", "input_ids", "labels", "position_ids", "padding_mask"))
+    return *tokens, sharded["groups"], F.pad(full, (0, 0, 0, less))
+
+
+SCHEMES = (contiguous_positions, round_robin_positions, padded_sequence, padded_rows, packed_rows, contiguous_batch)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
@@ -208,6 +267,13 @@ def sharded_by(mesh, length=6):
     sharder = automodel.ContextParallelSharder(None, mesh.device_mesh, batch)
     sharder.shard(batch)
     return sharder
+
+
+def blocks_of(mesh, **more):
+    options = {
+        name: more.pop(name) for name in [*more] if name in ("pad_multiple", "extra_seq_keys", "extra_pad_values")
+    }
+    return automodel.shard_batch_contiguous(mesh.device_mesh["cp"], None, {"input_ids": X.long(), **more}, **options)
 
 
 X = torch.zeros(2, 8)
@@ -280,6 +346,45 @@ REJECTED = [
         "mesh of another name",
         lambda m: automodel.shard_batch_load_balanced(m.device_mesh["tp"], None, {"input_ids": X.long()}),
         "context_parallel.shard_batch_load_balanced: cp_mesh has the dims ('tp',); pass mesh['cp']",
+    ),
+    (
+        "mesh of two axes",
+        lambda m: automodel.shard_batch_contiguous(m.device_mesh, None, {"input_ids": X.long()}),
+        "context_parallel.shard_batch_contiguous: cp_mesh has 2 dims; pass the DeviceMesh that shards the sequence, "
+        "mesh['cp']",
+    ),
+    (
+        "left padding",
+        lambda m: blocks_of(m, attention_mask=torch.arange(8).expand(2, 8) > 0),
+        "context_parallel.shard_batch_contiguous: attention_mask: row 0 starts with 1 zeros; left padding is lost "
+        "under cp; pad on the right",
+    ),
+    (
+        "no multiple",
+        lambda m: blocks_of(m, pad_multiple=0),
+        "context_parallel.shard_batch_contiguous: pad_multiple=0 must be at least 1",
+    ),
+    (
+        "fill without a key",
+        lambda m: blocks_of(m, extra_pad_values={"group": 0}, extra_seq_keys={"groups": 0}),
+        "context_parallel.shard_batch_contiguous: extra_pad_values names 'group'; extra_seq_keys has groups",
+    ),
+    (
+        "fill of another dtype of an entry",
+        lambda m: blocks_of(m, groups=X.T.long(), extra_pad_values={"groups": 0.5}, extra_seq_keys={"groups": 0}),
+        "context_parallel.shard_batch_contiguous: extra_pad_values['groups']=0.5 is not a value of int64",
+    ),
+    (
+        "length of an entry",
+        lambda m: blocks_of(m, groups=X, extra_seq_keys={"groups": 0}),
+        "context_parallel.shard_batch_contiguous: groups has 2 positions along dim 0, the rows have 8; name the dim of "
+        "its sequence",
+    ),
+    (
+        "fills that are no dict",
+        lambda m: blocks_of(m, extra_pad_values=0),
+        "context_parallel.shard_batch_contiguous: extra_pad_values=0; pass a dict of a number by name of an entry",
+        TypeError,
     ),
 ]
 test_rejection = rejected({"cp": 2, "tp": 1}, REJECTED)

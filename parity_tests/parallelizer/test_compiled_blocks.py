@@ -22,6 +22,7 @@ from torch_impl.parallelizer.mesh_axes import mesh_axes
 # Traced and differentiated by the compiler, run by torch's operations: a machine may lack a C compiler.
 COMPILED = {"enable_compile": True, "compile_backend": "aot_eager"}
 PLAN = {"embedding": "embedding_rowwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+RECOMPUTED = (True, False, 0.0, 0.5)  # a number is a memory budget
 LEAVES = {"norm": "l d", "up": "l f d", "down": "l d f"}
 NAMES = {"norm": "norm", "up": "mlp.up", "down": "mlp.down"}
 
@@ -72,7 +73,7 @@ def loss_of_blocks(token, table, norm, up, down):
     mesh={"tp": (2, 1)},
     inputs={"token": "b s", "table": "v d tp=I", **{leaf: f"{spec} tp=I" for leaf, spec in LEAVES.items()}},
     outputs="tp=I",
-    rank_options={"recomputed": (True, False), "in_sequence_shards": (False, True)},
+    rank_options={"recomputed": RECOMPUTED, "in_sequence_shards": (False, True)},
     draw={"token": token_below("v"), **dict.fromkeys(("table", *LEAVES), values("normal"))},
     dims={"b": (2,), "s": (4,), "v": (7,), "d": (4,), "f": (6,), "l": (1,)},
     dtypes=("float64",),
@@ -82,6 +83,9 @@ def loss_of_blocks(token, table, norm, up, down):
 @pytest.mark.cases(1, engine="gloo")
 @pytest.mark.cases(4)
 def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_sequence_shards):
+    switches = {"activation_checkpointing": recomputed if isinstance(recomputed, bool) else "memory_budget"}
+    if not isinstance(recomputed, bool):
+        switches["memory_budget"] = recomputed
     leaves = dict(zip(LEAVES, (norm, up, down), strict=True))
     named = {"embedding.weight": table.contiguous()} | {
         f"blocks.{block}.{NAMES[leaf]}.weight": x[block].contiguous()
@@ -96,7 +100,7 @@ def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_s
         of_blocks = ([weights[f"blocks.{block}.{NAMES[leaf]}.weight"] for leaf in LEAVES] for block in range(len(norm)))
         model = fsdp2_strategy_parallelize(
             Net(weights["embedding.weight"], *of_blocks), mesh.device_mesh, MixedPrecisionPolicy(), plan,
-            activation_checkpointing=recomputed, sequence_parallel=in_sequence_shards, **COMPILED,
+            sequence_parallel=in_sequence_shards, **switches, **COMPILED,
         )  # fmt: skip
         return model, [(model(token) ** 3).sum()]
 

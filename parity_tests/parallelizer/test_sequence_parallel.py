@@ -42,15 +42,16 @@ def loss(parameters, token, target):
     mesh=MESH,
     inputs={"parameters": TREE, "token": "b/dp_shard s", "target": "b/dp_shard s"},
     outputs="dp_shard=I tp=I",
-    rank_options={"microbatches": (1, 2), "recomputed": (False, True)},
+    rank_options={"microbatches": (1, 2), "recomputed": (False, True), "overlapped": (False, True)},
     draw={f"parameters.{path}": values("normal") for path in flat(TREE)}
     | {"token": token_below("v"), "target": ids("v", ignore=-100)},
     dims={**dims(QWEN3), "b": (4,), "s": (4, 8)},
     dtypes=("float64",),
     reduction=("s", "d"),
 )
-def step_of_sharded_sequences(mesh, parameters, token, target, microbatches, recomputed):
-    parallelize = parallelized(MixedPrecisionPolicy(), sequence_parallel=True, activation_checkpointing=recomputed)
+def step_of_sharded_sequences(mesh, parameters, token, target, microbatches, recomputed, overlapped):
+    switches = {"activation_checkpointing": recomputed, "enable_async_tensor_parallel": overlapped}
+    parallelize = parallelized(MixedPrecisionPolicy(), sequence_parallel=True, **switches)
     return mean_loss(mesh, QWEN3, parameters, token, target, parallelize, microbatches)
 
 
@@ -216,7 +217,7 @@ def layer_of_all_positions(mesh, x, norm, up, heads_norm, down, gate, cotangent,
     styles = validate_styles(net, plan, mesh.size("tp"), fsdp_size=1)
     changed, gathering = sequence_styles(net, styles)
     shard_modules(net, changed, mesh.device_mesh)
-    shard_sequences(net, styles, gathering, mesh.device_mesh)
+    shard_sequences(net, styles, gathering, mesh.device_mesh, changed)
     layer.down.register_forward_hook(lambda _, args, output: seen.update(sums=output.shape[1]))
     y, moved, of = accumulated(net, (x,), cotangent, weights, times)
     named = {"norm": norm, **{f"layer.{name}": each for name, each in (("up", up), ("heads_norm", heads_norm))}}

@@ -10,7 +10,7 @@ mask is rejected.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, overload
@@ -34,6 +34,7 @@ from torch_impl.layouts.divisibility import first, multiple_of
 FUNCTION = "context_parallel.batch"
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "loss_mask", "padding_mask")
 FILLS = {"labels": -100, "padding_mask": True}  # input_ids are padded by the caller's id, all else by 0
+PRIMARY = ("input_ids", "inputs_embeds")
 NONE = -1000  # marks an unused slot in a table of lengths
 
 
@@ -188,42 +189,91 @@ def _shard_inside(
     seq_dims: dict[str, int],
 ) -> tuple[BatchContext, dict[str, Any]]:
     """The padded batch, and the context that shards it."""
-    # 1. Compute the padding that makes the rows shardable.
-    shape = _shape(batch)
-    size = shape[1]
-    cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_group().rank()
+    # 1. Pad the rows to a length that cp can shard. Positions that restart without a mask mean packed rows, which this
+    #    path cannot keep apart; they are legal, so it only warns.
+    cp_size, group = cp_mesh.size(), cp_mesh.get_group()
     multiple = multiple_of("dual_chunk_swap", cp_size)
-    more = -size % multiple
-    device = _device(batch)
-    extra = _extra_dims(batch, seq_dims, size)
-    # 2. Add positions and padding mask, drop the attention mask, and pad into new tensors.
-    full, masked = _full_batch(batch, loss_mask, shape, more, device)
-    dims = {name: extra[name] if name in extra else _dim(name, x, shape) for name, x in full.items()}
-    padded = {name: _pad_right(name, x, dims[name], shape, more, padding_token_id) for name, x in full.items()}
+    rows = padded_rows(batch, loss_mask, multiple, {"input_ids": padding_token_id}, seq_dims)
+    if rows.restarts:
+        warnings.warn(
+            f"{FUNCTION}: position_ids start anew inside a row and there is no mask, so that its documents attend to "
+            "each other; pass use_te=True with seq_lens",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    size, padded = rows.shape[1], rows.entries
     layout = TokenLayout.dense(
-        "dual_chunk_swap", size + more, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=size
+        "dual_chunk_swap",
+        rows.length,
+        cp_size=cp_size,
+        cp_rank=group.rank(),
+        device=_device(batch),
+        real_length=size,
     )
-    # 3. Collect the buffers that the context shards in place, outside autograd. Tensors that require a gradient are
+    # 2. Collect the buffers that the context shards in place, outside autograd. Tensors that require a gradient are
     #    sharded here instead.
     buffers: list[tuple[Tensor, int, Tensor | None]] = []
-    for name, x in padded.items():
-        dim = dims[name]
-        if dim is not None and x.requires_grad:
-            padded[name] = layout.shard(x, dim)
-        elif dim is not None:
-            buffers.append((x, dim, None))
-    # 4. The caller's loss_mask is not padded: inside it is a shard of the padded copy, and on leaving it is restored.
+    for name, dim in rows.dims.items():
+        if padded[name].requires_grad:
+            padded[name] = layout.shard(padded[name], dim)
+        else:
+            buffers.append((padded[name], dim, None))
+    # 3. The caller's loss_mask is not padded: inside it is a shard of the padded copy, and on leaving it is restored.
     if loss_mask is not None:
         buffers.append((loss_mask, 1, padded["loss_mask"]))
     tensors, buffer_dims, full_values = zip(*buffers, strict=True) if buffers else ((), (), ())
-    reason = "would see the padding of a dropped attention_mask" if masked else None
+    reason = "would see the padding of a dropped attention_mask" if rows.masked else None
     context = SequenceContext(
-        cp_mesh.get_group(), layout, None, tensors, buffer_dims, [False] * len(tensors), full_values, causal_only=reason
+        group, layout, None, tensors, buffer_dims, [False] * len(tensors), full_values, causal_only=reason
     )
-    return BatchContext(context, layout, size, size + more, BatchLayout(layout, shape, cp_mesh.get_group())), padded
+    return BatchContext(context, layout, size, rows.length, BatchLayout(layout, rows.shape, group)), padded
 
 
-def _extra_dims(batch: dict[str, Any], seq_dims: dict[str, int], size: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class PaddedRows:
+    """Dense rows of `shape` [b, s], padded on the right to `length` tokens.
+
+    `dims` are the sequence dims of the entries by token. `masked` says whether an attention mask with padding was
+    dropped, `restarts` whether the caller's positions restart inside a row without such a mask.
+    """
+
+    entries: dict[str, Any]
+    dims: dict[str, int]
+    shape: tuple[int, int]
+    length: int
+    masked: bool
+    restarts: bool
+
+
+def padded_rows(
+    batch: dict[str, Any],
+    loss_mask: Tensor | None,
+    multiple: int,
+    fills: Mapping[str, float],
+    seq_dims: Mapping[str, int],
+) -> PaddedRows:
+    """A new batch of new tensors, padded to a `multiple` of positions, with positions and without attention mask.
+
+    An entry is padded by its value in `fills`, labels by -100, masks by True, all others by 0. `seq_dims` are the
+    sequence dims of entries that are not [b, s, ...].
+
+    Errors: Rejected as `make_cp_batch_and_ctx`.
+    """
+    shape = _shape(batch)
+    more = -shape[1] % multiple
+    extra = _extra_dims(batch, seq_dims, shape[1])
+    full, masked = _full_batch(batch, loss_mask, shape, more, _device(batch))
+    found = {name: extra[name] if name in extra else _dim(name, x, shape) for name, x in full.items()}
+    dims = {name: dim for name, dim in found.items() if dim is not None}
+    fills = {**FILLS, **fills}
+    padded = {name: _pad_right(name, full[name], dim, shape, more, fills.get(name, 0)) for name, dim in dims.items()}
+    # Positions that were added here do not restart.
+    has_positions = batch.get("position_ids") is not None or "seq_lens_padded" in batch
+    is_restarting = has_positions and batch.get("attention_mask") is None and restarts(full["position_ids"])
+    return PaddedRows({**full, **padded}, dims, shape, shape[1] + more, masked, is_restarting)
+
+
+def _extra_dims(batch: dict[str, Any], seq_dims: Mapping[str, int], size: int) -> dict[str, int]:
     """The sequence dims of the extra entries, counted from the front; ValueError unless each has length `size`."""
     dims = {}
     for name, dim in seq_dims.items():
@@ -251,19 +301,10 @@ def _full_batch(
         if name in full and _dim(name, require_tensor(name, full[name]), shape) is None:
             tokens = f"the batch has {list(shape)} tokens"
             raise Rejected(f"{name} is {list(full[name].shape)}, {tokens}; give one for each")
-    # 2. Read the mask, and add positions. Positions that restart without a mask mean packed rows, which this path
-    #    cannot keep apart; they are legal, so it only warns. Positions that are added here do not restart.
+    # 2. Read the mask, and add positions.
     mask = batch.get("attention_mask")
     padding_mask = None if mask is None else padding_of(require_tensor("attention_mask", mask), shape)
-    has_positions = "position_ids" in full or "seq_lens_padded" in full
     with_position_ids(full, device)
-    if mask is None and has_positions and restarts(full["position_ids"]):
-        warnings.warn(
-            f"{FUNCTION}: position_ids start anew inside a row and there is no mask, so that its documents attend to "
-            "each other; pass use_te=True with seq_lens",
-            RuntimeWarning,
-            stacklevel=5,
-        )
     # 3. Add the padding mask if there is or will be padding.
     if mask is not None or more or "padding_mask" in full:
         padding = full.get("padding_mask", torch.zeros(shape, dtype=torch.bool, device=device))
@@ -271,16 +312,13 @@ def _full_batch(
     return full, padding_mask is not None
 
 
-def _pad_right(name: str, x: Any, dim: int | None, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
-    """A new tensor with `more` positions on the right of `dim`; values that are not by token are returned unchanged."""
-    if dim is None:
-        return x
+def _pad_right(name: str, x: Tensor, dim: int, shape: tuple[int, int], more: int, fill: float) -> Tensor:
+    """A new tensor with `more` positions of `fill` on the right of `dim`."""
     # Positions continue from the last one of each row, and a single row for all is expanded to every row.
     if name == "position_ids":
         steps = torch.arange(1, more + 1, device=x.device)
         last = x[..., -1:] if shape[1] else x.new_full((*x.shape[:-1], 1), -1)
         return torch.cat([x, last + steps], -1).expand(*x.shape[:-2], shape[0], -1).contiguous()
-    fill = padding_token_id if name == "input_ids" else FILLS.get(name, 0)
     # F.pad counts dims from the last. Copy even without padding, because the context changes the tensor in place.
     trailing = [0, 0] * (x.ndim - 1 - dim)
     return F.pad(x, [*trailing, 0, more], value=fill) if more else x.clone()
@@ -311,7 +349,7 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
 
 def _device(batch: dict[str, Any]) -> torch.device:
     """The device of the tokens."""
-    return next(batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None).device
+    return next(batch[name] for name in PRIMARY if batch.get(name) is not None).device
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -38,6 +38,16 @@ class _SeqDims:
         return TypeProblem(f"={value!r}; pass a dict of the sequence's dim by name of an entry")
 
 
+class _Fills:
+    """A dict from names of entries to numbers."""
+
+    def problem(self, value: Any) -> str | None:
+        # Whether an entry's dtype can represent its number is checked with the entry.
+        return (
+            None if isinstance(value, dict) else TypeProblem(f"={value!r}; pass a dict of a number by name of an entry")
+        )
+
+
 class _CpMesh:
     """The 1-D mesh of cp, or an object with its group."""
 
@@ -80,6 +90,7 @@ class _Layout:
 
 Batch = Annotated[dict[str, Any], _Batch()]
 SeqDims = Annotated[dict[str, int], _SeqDims()]
+Fills = Annotated[dict[str, float], _Fills()]
 OneTensor = Annotated[Tensor, Instance(Tensor, "pass a Tensor", shows_value=False)]
 CpMesh = Annotated[DeviceMesh, _CpMesh()]
 NamedMesh = Annotated[DeviceMesh, _NamedMesh()]

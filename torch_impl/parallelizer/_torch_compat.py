@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +140,25 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
         return cotangent
+
+
+def lookup_backend(name: str) -> Callable[..., Any]:
+    """The backend of torch.compile with this name."""
+    import torch._dynamo as dynamo  # here, since it loads the compiler
+
+    return _private_function(dynamo, "lookup_backend")(name)
+
+
+def within_budget(budget: float) -> AbstractContextManager[None]:
+    """A context in which the compiler's partitioner saves this share of the activations of a graph."""
+    import torch._functorch.config as partitioner
+
+    _private_attribute(partitioner, "activation_memory_budget")
+    settings: dict[str, Any] = {"activation_memory_budget": float(budget)}
+    # torch 2.13 does not know the size of a process group, an input of a graph with collectives; it has no activations.
+    if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
+        settings["unsafe_treat_script_objects_as_zero_size"] = True
+    return _private_function(partitioner, "patch")(**settings)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

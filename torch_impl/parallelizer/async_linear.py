@@ -46,7 +46,15 @@ def all_gather_linear(
     Source: arXiv 2205.05198.
     """
     _check_dtypes(x, weight)
-    return _AllGatherLinear.apply(x, weight, tp_group, lengths_to_gather("lengths", lengths, x, 1, tp_group))
+    (product,) = all_gather_linears(x, [weight], tp_group, lengths_to_gather("lengths", lengths, x, 1, tp_group))
+    return product
+
+
+def all_gather_linears(
+    x: Tensor, weights: Sequence[Tensor], group: ProcessGroup, lengths: list[int]
+) -> tuple[Tensor, ...]:
+    """`all_gather_linear` of several weights, in one ring. Cost: as of one weight."""
+    return _AllGatherLinears.apply(x, group, lengths, *weights)
 
 
 @contract
@@ -73,31 +81,39 @@ def linear_reduce_scatter(
     return _LinearReduceScatter.apply(x, weight, tp_group, lengths_to_scatter("lengths", lengths, x, 1, tp_group))
 
 
-class _AllGatherLinear(torch.autograd.Function):
+class _AllGatherLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, lengths: list[int], *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.lengths = group, lengths
-        ctx.save_for_backward(x, weight)
-        products: list[Tensor] = [x] * len(lengths)
+        ctx.save_for_backward(x, *weights)
+        products: list[list[Tensor]] = [[x] * len(lengths) for _ in weights]
         with no_autocast(x.device):
             for source, block in _blocks_of_ranks(x, group, lengths):
-                products[source] = F.linear(block, weight)
-        return torch.cat(products, 1)
+                for of_weight, weight in zip(products, weights, strict=True):
+                    of_weight[source] = F.linear(block, weight)
+        return tuple(torch.cat(of_weight, 1) for of_weight in products)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        cotangents = cotangent.split(ctx.lengths, 1)
-        d_x = d_weight = None
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_x, _, _, *of_weights = ctx.needs_input_grad
+        blocks = [cotangent.split(ctx.lengths, 1) for cotangent in cotangents]
+        d_x, sums = None, [_SumOfProducts() if is_needed else None for is_needed in of_weights]
+
+        def term(rank: int) -> Tensor:
+            return _added(of_weight[rank] @ weight for of_weight, weight in zip(blocks, weights, strict=True))
+
         with no_autocast(x.device):
-            if ctx.needs_input_grad[0]:
-                d_x = _sum_of_ranks(lambda rank: cotangents[rank] @ weight, ctx.group, ctx.lengths)
-            if ctx.needs_input_grad[1]:
+            if of_x:
+                d_x = _sum_of_ranks(term, ctx.group, ctx.lengths)
+            if any(of_weights):
                 # Only this rank's positions were saved.
-                terms = _blocks_of_ranks(x, ctx.group, ctx.lengths)
-                d_weight = _sum_of_products((cotangents[source], block) for source, block in terms)
-        return d_x, d_weight, None, None
+                for source, block in _blocks_of_ranks(x, ctx.group, ctx.lengths):
+                    for of_weight, total in zip(blocks, sums, strict=True):
+                        if total is not None:
+                            total.add(of_weight[source], block)
+        return d_x, None, None, *(None if total is None else total.rounded() for total in sums)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -116,20 +132,14 @@ class _LinearReduceScatter(torch.autograd.Function):
         of_x, of_weight, *_ = ctx.needs_input_grad
         blocks, products = x.split(ctx.lengths, 1), [x] * len(ctx.lengths)
 
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        d_weight = _SumOfProducts()
+        with no_autocast(x.device):
             for source, block in _blocks_of_ranks(cotangent, ctx.group, ctx.lengths):
                 if of_x:
                     products[source] = block @ weight
-                yield block, blocks[source]
-
-        d_weight = None
-        with no_autocast(x.device):
-            if of_weight:
-                d_weight = _sum_of_products(pairs())
-            else:
-                for _ in pairs():  # d x alone
-                    pass
-        return torch.cat(products, 1) if of_x else None, d_weight, None, None
+                if of_weight:
+                    d_weight.add(block, blocks[source])
+        return torch.cat(products, 1) if of_x else None, d_weight.rounded() if of_weight else None, None, None
 
 
 def _blocks_of_ranks(
@@ -148,6 +158,17 @@ def _blocks_of_ranks(
         for work in works:
             work.wait()
         block = following
+
+
+def _added(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of terms, in float32 or wider, rounded once."""
+    first, *rest = terms
+    if not rest:
+        return first
+    total = first.to(accumulator(first.dtype))
+    for each in rest:
+        total = total + each
+    return total.to(first.dtype)
 
 
 def _sum_of_ranks(term: Callable[[int], Tensor], group: ProcessGroup, lengths: Sequence[int]) -> Tensor:
@@ -169,14 +190,20 @@ def _sum_of_ranks(term: Callable[[int], Tensor], group: ProcessGroup, lengths: S
     return total.to(own.dtype)
 
 
-def _sum_of_products(pairs: Iterable[tuple[Tensor, Tensor]]) -> Float[Tensor, "o i"]:
+class _SumOfProducts:
     """The sum of g^T x over pairs of blocks "b l o" and "b l i", in float32 or wider, rounded once."""
-    products = (g.flatten(0, 1).mT @ x.flatten(0, 1) for g, x in pairs)
-    first = next(products)
-    total = first.to(accumulator(first.dtype))
-    for product in products:
-        total += product
-    return total.to(first.dtype)
+
+    total: Tensor | None = None
+
+    def add(self, g: Tensor, x: Tensor) -> None:
+        product = g.flatten(0, 1).mT @ x.flatten(0, 1)
+        self.dtype = product.dtype
+        self.total = product.to(accumulator(product.dtype)) if self.total is None else self.total.add_(product)
+
+    def rounded(self) -> Float[Tensor, "o i"]:
+        """The sum; there is a pair from each rank."""
+        assert self.total is not None
+        return self.total.to(self.dtype)
 
 
 def _start_shift(sent: Tensor, received: Tensor, shift: int, group: ProcessGroup) -> list[Work]:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from torch_impl.parallelizer._torch_compat import waited
+from torch_impl.parallelizer.memory_budget import budgeted
 from torch_impl.parallelizer.multimodal import frozen_parts, multimodal_parts
 
 
@@ -88,23 +89,32 @@ def checkpoint_blocks(
     for each in _configs(config):
         if hasattr(each, "use_cache"):
             each.use_cache = False
-    part_of = {id(inner): name for name, part in multimodal_parts(model) for inner in part.modules()}
-    wanted = {*scopes, *(("vision", "audio") if "multimodal" in scopes else ())}
-    chosen = [each for each in blocks(model) if "all" in scopes or part_of.get(id(each), "language") in wanted]
-    for block in chosen[::every]:
+    for block in blocks_of(model, scopes)[::every]:
         for module in _without_attention(block) if shares_keys else [block]:
             if any(parameter.requires_grad for parameter in module.parameters()):
                 _recompute(module, policy)
 
 
-def compile_blocks(model: nn.Module, backend: str) -> None:
+def blocks_of(model: nn.Module, scopes: Collection[str]) -> list[nn.Module]:
+    """The blocks of the parts of a model that `scopes` name, as in `checkpoint_blocks`."""
+    part_of = {id(inner): name for name, part in multimodal_parts(model) for inner in part.modules()}
+    wanted = {*scopes, *(("vision", "audio") if "multimodal" in scopes else ())}
+    return [each for each in blocks(model) if "all" in scopes or part_of.get(id(each), "language") in wanted]
+
+
+def compile_blocks(
+    model: nn.Module, backend: str, memory_budget: float | None = None, scopes: Collection[str] = ("all",)
+) -> None:
     """Compile the forward of each block, in place; names of modules and parameters do not change.
 
-    Recomputation is compiled with the block. The block's hooks stay outside, including FSDP's, which gathers before the
-    forward. An asynchronous collective's result, such as a tp embedding's, is waited for before it enters a block.
+    With a `memory_budget` the blocks in `scopes` save this share of their activations: see `budgeted`. Recomputation is
+    compiled with the block. The block's hooks stay outside, including FSDP's, which gathers before the forward. An
+    asynchronous collective's result, such as a tp embedding's, is waited for before it enters a block.
     """
+    within = [] if memory_budget is None else [id(block) for block in blocks_of(model, scopes)]
     for block in blocks(model):
-        block.forward = _after_collectives(torch.compile(block.forward, backend=backend))
+        compiler = budgeted(backend, memory_budget) if memory_budget is not None and id(block) in within else backend
+        block.forward = _after_collectives(torch.compile(block.forward, backend=compiler))
 
 
 def prefetch_blocks(model: nn.Module, forward: int | None, backward: int | None) -> None:

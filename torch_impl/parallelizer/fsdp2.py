@@ -19,11 +19,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_impl.contract import Mesh, Module, NonNegativeInt, TypeProblem, check, contract, type_name
+from torch_impl.contract import Mesh, Module, NonNegativeInt, Number, Rejected, TypeProblem, check, contract, type_name
 from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, prefetch_blocks, save_products, units
 from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts, validate_experts
+from torch_impl.parallelizer.memory_budget import check_budget
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 from torch_impl.parallelizer.mixed_dtypes import units_of_rarer_dtypes
 from torch_impl.parallelizer.registry import imported_plan, registered_strategy
@@ -32,6 +33,7 @@ from torch_impl.parallelizer.tp_plan import PlanEntry, PlanKind, shard_modules, 
 
 DEFAULT_BACKEND = "inductor"
 SCOPES = ("all", "language", "vision", "audio", "multimodal")
+BUDGET = "memory_budget"
 SCOPE_WORDS = f"'all' alone, or some of {', '.join(map(repr, SCOPES[1:]))}"
 
 
@@ -61,12 +63,12 @@ class PlanOrPathKind(PlanKind):
 
 
 class CheckpointingKind:
-    """The part of a block that is recomputed: nothing, everything, or a selection."""
+    """The part of a block that is recomputed: nothing, everything, a selection, or what a budget leaves."""
 
     def problem(self, value: Any) -> str | None:
-        if isinstance(value, bool) or value in ("full", "selective"):
+        if isinstance(value, bool) or value in ("full", "selective", BUDGET):
             return None
-        problem = f"={value!r} is {type_name(value)}; pass True or False, 'full' or 'selective'"
+        problem = f"={value!r} is {type_name(value)}; pass True or False, 'full', 'selective' or {BUDGET!r}"
         return problem if isinstance(value, str) else TypeProblem(problem)
 
 
@@ -97,6 +99,16 @@ class SelectiveKind:
         return TypeProblem(f"={value!r} is {type_name(value)}; pass {choices}")
 
 
+class ShareKind:
+    """A share of the activations, from 0 to 1."""
+
+    def problem(self, value: Any) -> str | None:
+        remedy = " from 0, a block's inputs alone, to 1"
+        if problem := Number(remedy=remedy).problem(value):
+            return problem
+        return None if 0 <= value <= 1 else f"={value} is outside; pass a number{remedy}"
+
+
 class BackendKind:
     """The name of a torch.compile backend."""
 
@@ -114,6 +126,7 @@ PlanOrPath = Annotated[Mapping[str, ParallelStyle] | str, PlanOrPathKind()]
 Checkpointing = Annotated[bool | str, CheckpointingKind()]
 Scopes = Annotated[str | Sequence[str], ScopesKind()]
 Selective = Annotated[str | int | Callable[..., Any], SelectiveKind()]
+Share = Annotated[float, ShareKind()]
 Backend = Annotated[str, BackendKind()]
 Policy = Annotated[MixedPrecisionPolicy, PolicyKind()]
 Offload = Annotated[OffloadPolicy, Instance(OffloadPolicy, "pass a CPUOffloadPolicy or None", shows_value=False)]
@@ -130,8 +143,10 @@ def fsdp2_strategy_parallelize(
     activation_checkpointing: Checkpointing = False,
     reshard_after_forward: bool | None = None,
     sequence_parallel: bool = False,
+    enable_async_tensor_parallel: bool = False,
     selective_ac_option: Selective = "op",
     activation_checkpointing_scope: Scopes = "all",
+    memory_budget: Share = 0.5,
     enable_compile: bool = False,
     compile_backend: Backend = DEFAULT_BACKEND,
     fsdp2_forward_prefetch_depth: NonNegativeInt | None = None,
@@ -162,10 +177,13 @@ def fsdp2_strategy_parallelize(
 
     tp_shard_plan          also "package.module:name" of a dict, or of a function without arguments or of the model
     activation_checkpointing   True or "full": backward recomputes each block. "selective": `selective_ac_option`
-        decides: "op" saves matrix products and attention, n recomputes each n-th block, or pass a torch policy
+        decides: "op" saves matrix products and attention, n recomputes each n-th block, or pass a torch policy.
+        "memory_budget": the compiler decides, which needs `enable_compile`
     activation_checkpointing_scope   the blocks that are recomputed: "all", or some of "language", "vision", "audio" and
         "multimodal" (vision and audio)
+    memory_budget          the share of a compiled block's activations that is saved, from 0, its inputs alone, to 1
     sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`
+    enable_async_tensor_parallel   a layer's products overlap with the gather and the scatter of its sequence
     enable_compile         compile each block with `compile_backend`, inside FSDP and around recomputation
     fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth   gather this many blocks ahead; None: torch's order
     dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name   the mesh's own names for the axes of these roles;
@@ -179,8 +197,8 @@ def fsdp2_strategy_parallelize(
             have the collectives of `shard_experts`.
     Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of a wrong type.
             ValueError for a mesh whose axes are unknown, mixed or have no names; a mesh name that is not an axis; a
-            backend that torch does not have; a model that is already parallel, has a scalar parameter, or parameters of
-            two dtypes in one module; a plan that
+            backend that torch does not have, or that has no memory budget; a model that is already parallel, has a
+            scalar parameter, or parameters of two dtypes in one module; a plan that
             `check_plan` rejects; a model without experts that ep can shard.
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
@@ -190,25 +208,32 @@ def fsdp2_strategy_parallelize(
     experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep), is_stage=axes.has_stages)
     styles = {name: entry for name, entry in styles.items() if name not in experts}
     rarer = units_of_rarer_dtypes(model, experts.values())
+    budget = memory_budget if activation_checkpointing == BUDGET else None
+    if budget is not None:
+        check_budget(enable_compile, compile_backend)
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh
+    if enable_async_tensor_parallel and not sequence_parallel:
+        raise Rejected("enable_async_tensor_parallel=True overlaps gathers of sequences; pass sequence_parallel=True")
     has_sequences = sequence_parallel and axes.tp_mesh is not None and axes.size(axes.tp) > 1
-    plan_styles, gathering = sequence_styles(model, styles, experts) if has_sequences else (styles, [])
+    plan_styles, gathering = styles, []
+    if has_sequences:
+        plan_styles, gathering = sequence_styles(model, styles, experts, enable_async_tensor_parallel)
     # 2. Apply tensor and expert parallelism first: FSDP then shards their DTensors again.
     if axes.tp_mesh is not None:
         shard_modules(model, plan_styles, axes.tp_mesh)
         if has_sequences:
-            for block in shard_sequences(model, styles, gathering, axes.tp_mesh):
+            for block in shard_sequences(model, styles, gathering, axes.tp_mesh, plan_styles):
                 untangle_views(block)
     untangle_views(model)
     shard_experts(experts, axes)
     # 3. Checkpoint inside FSDP, so that a block is gathered once for recomputation and backward. Compile around
     #    checkpointing, so that the compiler sees both forwards.
-    if activation_checkpointing:
-        scopes = scope_names(activation_checkpointing_scope)
+    scopes = scope_names(activation_checkpointing_scope)
+    if activation_checkpointing and budget is None:
         checkpoint_blocks(model, *_scope(activation_checkpointing, selective_ac_option), scopes)
     if enable_compile:
-        compile_blocks(model, compile_backend)
+        compile_blocks(model, compile_backend, budget, scopes)
     if experts:
         _fully_shard_experts(model, list(experts.values()), axes.edp_mesh, policy, offload, reshard_after_forward)
     _fully_shard(model, rarer, mesh, policy, offload, reshard_after_forward)

@@ -22,28 +22,29 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from torch_impl.parallelizer._torch_compat import register_first
+from torch_impl.parallelizer.async_styles import SEQUENCE, AsyncColwise, LayerInput, async_entries
 from torch_impl.parallelizer.blocks import blocks
 from torch_impl.parallelizer.head_styles import ReplicatedHeads
 from torch_impl.parallelizer.tp_plan import PlanEntry
 from torch_impl.parallelizer.tp_styles import Experts, Replicated, ReplicatedOnShards, Rowwise
 
 HIDDEN = "hidden_states"  # transformers' keyword for the input of a layer
-SEQUENCE = 1  # the dim of positions
 KEY = "sequence_parallel"  # stands for the plan's key
 
 
 def sequence_styles(
-    model: nn.Module, styles: Mapping[str, PlanEntry], experts: Collection[str] = ()
+    model: nn.Module, styles: Mapping[str, PlanEntry], experts: Collection[str] = (), is_async: bool = False
 ) -> tuple[dict[str, PlanEntry], list[str]]:
     """Adapt styles to blocks with sharded sequences; returns them, and the names of layers that gather their input.
 
     Every norm of a block gets a style; the row-wise module at the end of a layer scatters its output. `experts` names
-    the modules of experts over ep, which have no style.
+    the modules of experts over ep, which have no style. With `is_async` layers get the styles of rings that can.
 
     Errors: ValueError for a model without blocks, a block with parameters of its own, a linear layer directly in a
-            block whose style cannot take or return shards of the sequence, and experts directly in a block.
+            block whose style cannot take or return shards of the sequence, experts directly in a block, and with
+            `is_async` a model in which no layer can have rings.
     """
-    changed, gathering = dict(styles), []
+    changed, gathering, has_rings = dict(styles), [], False
     names = {id(module): name for name, module in model.named_modules()}
     model_blocks = blocks(model)
     if not model_blocks:
@@ -70,22 +71,41 @@ def sequence_styles(
             elif next(layer.parameters(), None) is not None:
                 gathering.append(path)
                 if (last := _last_rowwise(path, layer, styles)) is not None:
-                    changed[last] = _scattered(styles[last])
+                    rings = async_entries(path, layer, styles, last) if is_async else {}
+                    changed |= rings or {last: _scattered(styles[last])}
+                    has_rings |= bool(rings)
+    if is_async and not has_rings:
+        raise ValueError(
+            f"enable_async_tensor_parallel=True: no layer of {type(model).__name__} has column-wise modules and one "
+            "row-wise module behind them in the plan, all without adapters; pass False"
+        )
     return changed, gathering
 
 
 def shard_sequences(
-    model: nn.Module, styles: Mapping[str, PlanEntry], gathering: list[str], mesh: DeviceMesh
+    model: nn.Module,
+    styles: Mapping[str, PlanEntry],
+    gathering: list[str],
+    mesh: DeviceMesh,
+    changed: Mapping[str, PlanEntry],
 ) -> list[nn.Module]:
     """Add hooks, in place: layers gather the sequence, each list's first block shards it, and its last gathers it.
     Returns the last blocks, whose outputs are then views.
 
-    `styles` are the styles before `sequence_styles` changed them. Call it after the changed styles were applied.
+    `styles` are the styles before `sequence_styles` changed them. Call it after the `changed` styles were applied.
     """
     # 1. Hook the layers.
     for path in gathering:
         layer = model.get_submodule(path)
         is_summed = _last_rowwise(path, layer, styles) is not None
+        rings = [
+            e.style for name, e in changed.items() if name.startswith(f"{path}.") and type(e.style) is AsyncColwise
+        ]
+        if rings:
+            layer_input = rings[0].layer_input
+            register_first(layer, partial(_multiply_before, mesh, layer_input), with_kwargs=True)
+            layer.register_forward_hook(layer_input.clear, always_call=True)
+            continue
         # This runs before the styles' hooks, which expect the full sequence.
         register_first(layer, partial(_gather_before, mesh, is_summed), with_kwargs=True)
         if not is_summed:
@@ -185,6 +205,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _gather_before(mesh: DeviceMesh, is_summed: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return _with_first(args, kwargs, lambda x: _gathered(x, mesh) if is_summed else gather_sequence(x, mesh))
+
+
+def _multiply_before(mesh: DeviceMesh, layer_input: LayerInput, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _with_first(args, kwargs, lambda x: layer_input.multiply(x, mesh))
 
 
 def _shard_before(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

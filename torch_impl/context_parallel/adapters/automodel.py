@@ -7,7 +7,7 @@ batch is returned as a new dict; Automodel writes into the caller's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives import all_gather, large_tensors
 from torch_impl.collectives.lengths import dim_from_front
-from torch_impl.context_parallel.batch_ctx import make_cp_batch_and_ctx
+from torch_impl.context_parallel.batch_ctx import PRIMARY, make_cp_batch_and_ctx, padded_rows
 from torch_impl.context_parallel.batch_layout import BatchLayout
-from torch_impl.context_parallel.kinds import Batch, CpMesh, NamedMesh, OneTensor, SeqDims
+from torch_impl.context_parallel.kinds import Batch, CpMesh, Fills, NamedMesh, OneTensor, SeqDims, require_tensor
 from torch_impl.contract import (
     Device,
     Function,
@@ -146,8 +146,7 @@ def shard_sequence_for_cp_contiguous(
     Errors: ValueError for a dim that tensor lacks, a `pad_multiple` below 1, and a `pad_value` that its dtype cannot
             represent.
     """
-    ranks = 1 if cp_mesh is None else cp_mesh.size()
-    multiple = 1 if ranks == 1 else ranks * max(pad_multiple, 2)
+    multiple = _block_multiple(1 if cp_mesh is None else cp_mesh.size(), pad_multiple)
     return _shard_sequence("contiguous", cp_mesh, tensor, seq_dim, pad_value, multiple)
 
 
@@ -333,6 +332,55 @@ def shard_batch_load_balanced(
     return factory, sharded, _shard_layout(layout)
 
 
+@contract
+def shard_batch_contiguous(
+    cp_mesh: CpMesh | None,
+    tp_mesh: Any,
+    batch: Batch,
+    *,
+    loss_mask: OneTensor | None = None,
+    padding_token_id: int = 0,
+    pad_multiple: PositiveInt = 1,
+    extra_seq_keys: SeqDims | None = None,
+    extra_pad_values: Fills | None = None,
+    shard_primary: bool = True,
+) -> tuple[ContextFactory, dict[str, Any], ShardLayout]:
+    """Pad dense rows on the right and give each rank one block of them; returns (nullcontext, batch, layout).
+
+        input_ids  "b s"   ->   "b s/cp",   s padded to a multiple of cp * max(pad_multiple, 2)
+
+    For a model whose attention exchanges keys itself, or `context_parallel_attention(layout="contiguous")`. The batch
+    is a new dict; positions, masks and fills are as in `make_cp_batch_and_ctx`. `extra_seq_keys` names entries with the
+    sequence at another dim, {"groups": 0}; `extra_pad_values` has a fill for some of them. A key that the batch lacks,
+    such as a text's images, is left out. With `shard_primary=False` `input_ids` and `inputs_embeds` stay full and
+    unpadded: the model shards them by `shard_sequence_for_cp_contiguous`. Without a mesh, or on one rank, nothing is
+    padded; `tp_mesh` is not read.
+
+    Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
+    Errors: as `make_cp_batch_and_ctx`; ValueError for a fill without a key, or one that its dtype cannot represent.
+    """
+    keys, fills = extra_seq_keys or {}, extra_pad_values or {}
+    if unknown := [name for name in fills if name not in keys]:
+        raise Rejected(f"extra_pad_values names {unknown[0]!r}; extra_seq_keys has {', '.join(keys) or 'nothing'}")
+    fills = {
+        name: fill_of(require_tensor(name, batch[name]), fill, f"extra_pad_values[{name!r}]")
+        for name, fill in fills.items()
+        if name in batch
+    }
+    group = None if cp_mesh is None else cp_mesh.get_group()
+    cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
+    multiple = _block_multiple(cp_size, pad_multiple)
+    dims = {name: dim for name, dim in keys.items() if name in batch}
+    rows = padded_rows(batch, loss_mask, multiple, {**fills, "input_ids": padding_token_id}, dims)
+    device = rows.entries["position_ids"].device
+    tokens = TokenLayout.dense(
+        "contiguous", rows.length, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=rows.shape[1]
+    )
+    sharded = {name: tokens.shard(rows.entries[name], dim) for name, dim in rows.dims.items()}
+    full = {} if shard_primary else {name: batch[name] for name in PRIMARY if name in rows.entries}
+    return nullcontext, {**rows.entries, **sharded, **full}, _shard_layout(BatchLayout(tokens, rows.shape, group))
+
+
 def _shard_batch(
     device_mesh: DeviceMesh | None,
     num_chunks: int,
@@ -369,6 +417,11 @@ def _layout(kind: DenseKind, cp_mesh: DeviceMesh, length: int, device: torch.dev
     if problem := indivisible("padded_seq_len", length, "cp", group.size(), kind):
         raise Rejected(problem)
     return TokenLayout.dense(kind, length, cp_size=group.size(), cp_rank=group.rank(), device=device)
+
+
+def _block_multiple(ranks: int, pad_multiple: int) -> int:
+    """The multiple that a sequence of blocks is padded to."""
+    return 1 if ranks == 1 else ranks * max(pad_multiple, 2)
 
 
 def _axis(mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
