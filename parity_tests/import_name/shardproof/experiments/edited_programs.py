@@ -35,7 +35,6 @@ from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
-from torch_impl.contract import GradientType
 
 MAX_EDITS = 60  # runs of the failing case
 MAX_PER_AXIS = 20  # operations after which a collective over one axis is tried
@@ -159,9 +158,10 @@ def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
     others = [(operation,) for operation in single if not operations[operation]]
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
     for together in (*reducing, *pairs, *others):
-        outs: tuple[GradientType, ...] = ("I",) if together[0].how == "maximum" else ("R", "I")
-        for axis, out in product(axes, outs):
-            mode = _in_mode(lambda mesh, each=together, axis=axis, out=out: Combiner(each, mesh[axis], out))
+        for axis, sums in product(axes, (False,) if together[0].how == "maximum" else (True, False)):
+            mode = _in_mode(
+                lambda mesh, each=together, axis=axis, sums=sums: Combiner(each, mesh[axis], sums_gradients=sums)
+            )
             yield Edit(_words(together, axis), mode)
 
 
