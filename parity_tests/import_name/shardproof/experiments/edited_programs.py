@@ -31,7 +31,8 @@ from shardproof.experiments.combined_operations import (
     Writer,
 )
 from shardproof.experiments.right_apart import JudgedCase
-from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
+from shardproof.explain.arithmetic import names_a_number
+from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
@@ -80,7 +81,7 @@ def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], note
 
 
 def _names_a_cause(note: Note) -> bool:
-    return note.scope == ACROSS_MESHES or note.startswith(RIGHT_ONCE)
+    return names_a_number(note) or note.startswith(RIGHT_ONCE)
 
 
 def _ranks_alike(case: CaseSpec) -> tuple[bool, int]:
