@@ -177,6 +177,19 @@ def test_a_factor_without_a_meaning_hides_no_line():
     assert note.startswith(f"{RIGHT_ONCE}{line_of(of_a_third_more, '4.0')} has `")
 
 
+def of_a_local_length(mesh, x):
+    length = len(x)
+    return x * torch.tensor(1.0 + length / 3).log()
+
+
+def test_a_length_of_one_rank_for_the_length_of_all():
+    note = first_note(
+        of_a_local_length, lambda x: x * jnp.log(1.0 + x.shape[0] / 3), {"x": "s/tp d"}, "s/tp d",
+        {"tp": 2, "s": 8, "d": 3},
+    )  # fmt: skip
+    assert note.startswith(f"{RIGHT_ONCE}{line_of(of_a_local_length, 'length = ')} has `len(x) * mesh.size('tp')`, not")
+
+
 def test_no_line_is_named_if_no_small_edit_is_right():
     note = first_note(
         lambda mesh, x: x.cos(), lambda x: jnp.tanh(x) + x**3 / 7.0, {"x": "s/tp d"}, "s/tp d", {"tp": 2, "s": 4}
@@ -237,6 +250,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("x.shape[0]", "x.shape[0] * view.size('tp')"),
         ("x.size(0)", "x.size(0) * view.size('tp')"),
         ("len(x)", "len(x) * view.size('tp')"),
+        ("n", "n * view.size('tp')"),
         ("torch.softmax(x * n, -1)", "(x * n - stored[..., None]).exp()"),
         ("x.softmax(-1)", "(x - stored).exp()"),
     ],

@@ -189,6 +189,7 @@ def _of_name(node: ast.Name, parent: ast.AST, names: Names) -> Alternatives:
         for operator in (ast.Add(), ast.Sub()):
             yield POSSIBLE, ast.BinOp(node, operator, ast.Constant(1))
         yield POSSIBLE, ast.Constant(0)
+        yield from ((POSSIBLE, ast.BinOp(node, ast.Mult(), _name(size))) for size in names.sizes())  # of all ranks
     elif kind == "slice":
         yield POSSIBLE, ast.Call(_name("slice"), [ast.Constant(None)], [])
     if kind.startswith(NUMBERS):

@@ -104,11 +104,18 @@ class Writer(_Mode):
 
 
 class Combiner(_Mode):
-    """Combines the ranks' results of some operations, each in its own way; `sums_gradients` is a sum's backward."""
+    """Combines the ranks' results of some operations, each in its own way; `sums_gradients` is a sum's backward.
 
-    def __init__(self, edited: Sequence[Operation], group: Any, *, sums_gradients: bool) -> None:
+    The operations with results that differ between ranks are added to `unequal`: a sum of equal ones is their multiple,
+    and says nothing of the ranks' own parts.
+    """
+
+    def __init__(
+        self, edited: Sequence[Operation], group: Any, unequal: set[Operation], *, sums_gradients: bool
+    ) -> None:
         super().__init__()
         self._edited, self._group, self._sums_gradients = edited, group, sums_gradients
+        self._unequal = unequal
         self._ways: dict[str, Callable[[Tensor], Tensor]] = {
             "maximum": self._maximum,
             "mean": self._mean,
@@ -120,12 +127,14 @@ class Combiner(_Mode):
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if operation not in self._edited:
             return func(*args, **kwargs)
-        if operation.how == "variance":
-            return self._variance(func, args, kwargs)
         result = func(*args, **kwargs)
         value = _value_of(result)
         if value is None:
             return result
+        if not torch.equal(self._extreme(value, dist.ReduceOp.MAX), self._extreme(value, dist.ReduceOp.MIN)):
+            self._unequal.add(operation)
+        if operation.how == "variance":
+            return self._variance(func, args, kwargs)
         if operation.how in self._ways:
             combined = self._ways[operation.how](value)
         else:
@@ -139,17 +148,17 @@ class Combiner(_Mode):
     def _mean(self, value: Tensor) -> Tensor:
         return self._sum(value) / dist.get_world_size(self._group)
 
-    def _greatest(self, value: Tensor) -> Tensor:
+    def _extreme(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> Tensor:
         total = value.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(total, op, group=self._group)
         return total
 
     def _maximum(self, value: Tensor) -> Tensor:
-        total = self._greatest(value)
+        total = self._extreme(value)
         return torch.where(value.detach() == total, value, total)
 
     def _logsumexp(self, value: Tensor) -> Tensor:
-        shift = self._greatest(value).nan_to_num(neginf=0.0)
+        shift = self._extreme(value).nan_to_num(neginf=0.0)
         return self._sum((value - shift).exp()).log() + shift
 
     def _along(self, how: str, value: Tensor, x: Tensor, dim: int, *, is_log: bool) -> Tensor:
