@@ -3,6 +3,7 @@
 import ast
 import os
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -115,6 +116,80 @@ def test_a_running_sum_that_is_not_scaled():
     assert note == f"{RIGHT_ONCE}{line} has `total * keep[..., None] + row`, not `total + row`"
 
 
+class _LogSumExp(torch.autograd.Function):
+    """The logsumexp along a sharded dim; the mistake is the softmax of each part alone in backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        total = x.exp().sum(-1)
+        dist.all_reduce(total, group=group)
+        ctx.save_for_backward(x, total.log())
+        return total.log()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, lse = ctx.saved_tensors  # noqa: RUF059  it is never read
+        return grad[..., None] * torch.softmax(x, -1), None
+
+
+def log_of_all(mesh, x):
+    return _LogSumExp.apply(x, mesh["tp"])
+
+
+def test_a_softmax_of_each_part_beside_the_logsumexp_of_all():
+    note = first_note(
+        log_of_all, lambda x: jax.nn.logsumexp(x, -1), {"x": "b v/tp"}, "b tp=I", {"tp": 2, "b": 3, "v": 8}, "d/d x"
+    )
+    line = line_of(_LogSumExp.backward, "torch.softmax")
+    assert note.startswith(f"{RIGHT_ONCE}{line} has `(grad[..., None] * (x - lse[..., None]).exp(), None)`, not ")
+
+
+class _Weighted(torch.autograd.Function):
+    """w * x ** 2; the mistake is another tensor in backward."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return w * x**2
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return 2 * grad * w.tanh() * w, grad * x**2
+
+
+def test_a_tensor_that_is_computed_where_a_stored_one_belongs():
+    note = first_note(
+        lambda mesh, x, w: _Weighted.apply(x, w), lambda x, w: w * x**2, {"x": "b v/tp", "w": "b v/tp"}, "b v/tp",
+        {"tp": 2, "b": 3, "v": 8}, "d/d x",
+    )  # fmt: skip
+    line = line_of(_Weighted.backward, "w.tanh")
+    assert note.startswith(f"{RIGHT_ONCE}{line} has `(2 * grad * x * w, grad * x ** 2)`, not ")
+
+
+def of_a_third_more(mesh, x):
+    return all_reduce(x.sum(0), mesh["tp"]) * (4.0 / 3.0)
+
+
+def test_a_factor_without_a_meaning_hides_no_line():
+    """That a column is 1.333 times too large says less than where the number stands."""
+    note = first_note(of_a_third_more, lambda x: 1.0 * x.sum(0), {"x": "b/tp d"}, "d tp=I", {"tp": 2, "b": 8, "d": 4})
+    assert note.startswith(f"{RIGHT_ONCE}{line_of(of_a_third_more, '4.0')} has `")
+
+
+def of_a_local_length(mesh, x):
+    length = len(x)
+    return x * torch.tensor(1.0 + length / 3).log()
+
+
+def test_a_length_of_one_rank_for_the_length_of_all():
+    note = first_note(
+        of_a_local_length, lambda x: x * jnp.log(1.0 + x.shape[0] / 3), {"x": "s/tp d"}, "s/tp d",
+        {"tp": 2, "s": 8, "d": 3},
+    )  # fmt: skip
+    assert note.startswith(f"{RIGHT_ONCE}{line_of(of_a_local_length, 'length = ')} has `len(x) * mesh.size('tp')`, not")
+
+
 def test_no_line_is_named_if_no_small_edit_is_right():
     note = first_note(
         lambda mesh, x: x.cos(), lambda x: jnp.tanh(x) + x**3 / 7.0, {"x": "s/tp d"}, "s/tp d", {"tp": 2, "s": 4}
@@ -170,12 +245,21 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("x[ids]", "x[ids] * forgotten[..., None]"),
         ("x.mean(0)", "x.mean(0) / view.size('tp')"),
         ("x.flip(0).reshape(n)", "x"),
+        ("x.log()", "a"),
+        ("torch.log(x)", "a"),
+        ("x.shape[0]", "x.shape[0] * view.size('tp')"),
+        ("x.size(0)", "x.size(0) * view.size('tp')"),
+        ("len(x)", "len(x) * view.size('tp')"),
+        ("n", "n * view.size('tp')"),
+        ("torch.softmax(x * n, -1)", "(x * n - stored[..., None]).exp()"),
+        ("x.softmax(-1)", "(x - stored).exp()"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):
     kinds = {"a": "tensor of floats, 2", "n": "int", "rank": "int", "x": "tensor of floats, 2", "mesh": "group"}
     kinds |= {"layout.size": "int", "layout.rank": "int", "view": "mesh", "ids": "tensor of integers, 1"}
-    kinds["forgotten"] = "tensor of flags, 1"
+    kinds |= {"forgotten": "tensor of flags, 1", "stored": "tensor of floats, 1"}
+    unread = frozenset({"forgotten", "stored"})
     node = ast.parse(written, mode="eval").body
-    tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), frozenset({"forgotten"})))
+    tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), unread))
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}

@@ -188,6 +188,20 @@ def test_a_count_over_all_ranks(sizes):
     assert "(= 1/tp)" in notes["d/d x"][0]
 
 
+def divided_twice(mesh, x):
+    mean = all_reduce(x.mean(0), mesh["tp"]) / mesh.size("tp")
+    return x + (mean**2).sum() / mesh.size("tp")
+
+
+def test_equal_results_of_all_ranks_are_no_parts():
+    """Their sum is right only as it undoes the second division."""
+    notes = notes_of(
+        divided_twice, lambda x: x + (x.mean(0) ** 2).sum(), {"x": "b/tp v"}, "b/tp v", {"tp": 2, "b": 4, "v": 3},
+        nograd=("x",),
+    )  # fmt: skip
+    assert not any("over all ranks" in note for note in notes["out"]), notes["out"]
+
+
 def third_too_large(mesh, x):
     return 4.0 / 3.0 * all_reduce(x.sum(), mesh["tp"])
 

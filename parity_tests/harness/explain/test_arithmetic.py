@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from parity_tests.specimens.evidence_by_hand import AXES, columns_of, evidence, headline, numbers
+from shardproof.explain.arithmetic import MEANING_OF_ROOT
 from shardproof.explain.clues import explain
 from shardproof.explain.evidence import Evidence
 
@@ -176,6 +177,14 @@ def test_a_factor_that_is_the_size_of_a_dim_names_it():
     assert note.startswith("off by the constant factor 6 (= v, the size of a dim)")
     assert "(= 1/s, the size of a dim)" in explain(evidence(want / 4, want, axes={"tp": 2}, sizes={"s": 4}))[0]
     assert "size of a dim" not in explain(evidence(5 * want, want, sizes={"v": 6}))[0]
+
+
+def test_a_factor_that_is_a_root_of_the_ranks_names_the_axis():
+    want = np.random.default_rng(2).normal(size=(4, 6))
+    for got, name in ((want / 2**0.5, "1/sqrt(tp)"), (want * 2**0.5, "sqrt(tp)")):
+        note = explain(evidence(got, want, axes={"tp": 2, "cp": 1}))[0]
+        assert f" (= {name}): {MEANING_OF_ROOT}" in note
+    assert "sqrt" not in explain(evidence(1.4 * want, want, axes={"tp": 2}))[0]
 
 
 def test_the_share_of_a_mask_that_counts():

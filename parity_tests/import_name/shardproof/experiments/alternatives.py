@@ -189,6 +189,7 @@ def _of_name(node: ast.Name, parent: ast.AST, names: Names) -> Alternatives:
         for operator in (ast.Add(), ast.Sub()):
             yield POSSIBLE, ast.BinOp(node, operator, ast.Constant(1))
         yield POSSIBLE, ast.Constant(0)
+        yield from ((POSSIBLE, ast.BinOp(node, ast.Mult(), _name(size))) for size in names.sizes())  # of all ranks
     elif kind == "slice":
         yield POSSIBLE, ast.Call(_name("slice"), [ast.Constant(None)], [])
     if kind.startswith(NUMBERS):
@@ -202,7 +203,7 @@ def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
     if isinstance(parent, ast.IfExp) and parent.test is node:
         return
     inside = _names(node)
-    if _is_reduction(node):  # a mean over the ranks for their sum, and back
+    if _is_reduction(node) or _is_local_size(node):  # of all ranks, and a mean over them for their sum
         for size in names.sizes():
             yield from ((POSSIBLE, ast.BinOp(node, operator, _name(size))) for operator in (ast.Div(), ast.Mult()))
     for factor in (name for name in names.numbers("int", "float") if name not in inside):
@@ -238,6 +239,35 @@ def _is_reduction(node: ast.expr) -> bool:
             return False
 
 
+def _is_local_size(node: ast.expr) -> bool:
+    """Whether it is a size of one rank's shard: `x.shape[0]`, `x.size(0)` or `len(x)`."""
+    match node:
+        case ast.Subscript(ast.Attribute(attr="shape")) | ast.Call(ast.Attribute(attr="size"), [_]):
+            return True
+        case ast.Call(ast.Name("len")):
+            return True
+        case _:
+            return False
+
+
+def _of_stored(node: ast.Call, names: Names) -> Alternatives:
+    """A stored tensor in place of one that is computed from another of its kind, and of a softmax of a part of a dim.
+
+    `exp(x - lse)` is the softmax of the whole dim if `lse` is its logsumexp.
+    """
+    match node:
+        case ast.Call(ast.Attribute(ast.Name(name)), []) | ast.Call(ast.Attribute(), [ast.Name(name)]):
+            if names.kinds.get(name, "").startswith("tensor"):
+                yield from ((POSSIBLE, _name(other)) for other in names.alike(name))
+        case ast.Call(ast.Attribute(x, "softmax"), [_]) | ast.Call(ast.Attribute(_, "softmax"), [x, _]):
+            for name in sorted(names.unread & names.kinds.keys()):
+                if names.kinds[name].startswith("tensor of floats"):
+                    shifts = (f"({ast.unparse(x)} - {name}{ending}).exp()" for ending in ("[..., None]", ""))
+                    yield from ((LIKELY, _name(shift)) for shift in shifts)
+        case _:
+            pass
+
+
 def _of_call(node: ast.Call, names: Names) -> Alternatives:
     if isinstance(node.func, ast.Attribute):
         func = node.func
@@ -257,6 +287,7 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
             (LIKELY, _name(f"{ast.unparse(node)} + {each} * ({ast.unparse(node.args[0])})")) for each in names.ranks()
         )
     yield from ((LIKELY, each) for each in _of_repeat(node))
+    yield from _of_stored(node, names)
     for place, argument in enumerate(node.args):
         if isinstance(argument, ast.Starred):
             continue

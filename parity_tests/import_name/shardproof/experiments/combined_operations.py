@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardproof.engines.ledger import base, is_plumbing
-from torch_impl.collectives import all_reduce
-from torch_impl.contract import GradientType
 
 # The operations that say how the ranks' results are combined; after any other one, a sum is tried.
 STATISTICS: dict[str, tuple[str, ...]] = {
@@ -106,12 +104,18 @@ class Writer(_Mode):
 
 
 class Combiner(_Mode):
-    """Combines the ranks' results of some operations, each in its own way."""
+    """Combines the ranks' results of some operations, each in its own way; `sums_gradients` is a sum's backward.
 
-    def __init__(self, edited: Sequence[Operation], group: Any, out: GradientType) -> None:
+    The operations with results that differ between ranks are added to `unequal`: a sum of equal ones is their multiple,
+    and says nothing of the ranks' own parts.
+    """
+
+    def __init__(
+        self, edited: Sequence[Operation], group: Any, unequal: set[Operation], *, sums_gradients: bool
+    ) -> None:
         super().__init__()
-        self._edited, self._group = edited, group
-        self._out: GradientType = out
+        self._edited, self._group, self._sums_gradients = edited, group, sums_gradients
+        self._unequal = unequal
         self._ways: dict[str, Callable[[Tensor], Tensor]] = {
             "maximum": self._maximum,
             "mean": self._mean,
@@ -123,12 +127,14 @@ class Combiner(_Mode):
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if operation not in self._edited:
             return func(*args, **kwargs)
-        if operation.how == "variance":
-            return self._variance(func, args, kwargs)
         result = func(*args, **kwargs)
         value = _value_of(result)
         if value is None:
             return result
+        if not torch.equal(self._extreme(value, dist.ReduceOp.MAX), self._extreme(value, dist.ReduceOp.MIN)):
+            self._unequal.add(operation)
+        if operation.how == "variance":
+            return self._variance(func, args, kwargs)
         if operation.how in self._ways:
             combined = self._ways[operation.how](value)
         else:
@@ -137,26 +143,22 @@ class Combiner(_Mode):
         return combined if value is result else type(result)((combined, *result[1:]))
 
     def _sum(self, value: Tensor) -> Tensor:
-        if value.is_floating_point():
-            return all_reduce(value, self._group, out=self._out)
-        total = value.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self._group)
-        return total
+        return _Sum.apply(value, self._group, self._sums_gradients)
 
     def _mean(self, value: Tensor) -> Tensor:
         return self._sum(value) / dist.get_world_size(self._group)
 
-    def _greatest(self, value: Tensor) -> Tensor:
+    def _extreme(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> Tensor:
         total = value.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(total, op, group=self._group)
         return total
 
     def _maximum(self, value: Tensor) -> Tensor:
-        total = self._greatest(value)
+        total = self._extreme(value)
         return torch.where(value.detach() == total, value, total)
 
     def _logsumexp(self, value: Tensor) -> Tensor:
-        shift = self._greatest(value).nan_to_num(neginf=0.0)
+        shift = self._extreme(value).nan_to_num(neginf=0.0)
         return self._sum((value - shift).exp()).log() + shift
 
     def _along(self, how: str, value: Tensor, x: Tensor, dim: int, *, is_log: bool) -> Tensor:
@@ -180,6 +182,25 @@ class Combiner(_Mode):
         is_root = func.__name__ == "std"
         total = self._mean((local**2 if is_root else local) + shift.reshape(local.shape) ** 2)
         return total.sqrt() if is_root else total
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group by a plain collective, so that no collective under test judges an edit.
+
+    Backward sums the ranks' gradients if they are addends; equal ones pass as they are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, sums_gradients: bool) -> Tensor:
+        ctx.group, ctx.sums_gradients = group, sums_gradients
+        wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+        total = x.to(wide, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(cotangent, ctx.group, True) if ctx.sums_gradients else cotangent, None, None
 
 
 def _places(index: Any) -> tuple[Tensor, ...]:

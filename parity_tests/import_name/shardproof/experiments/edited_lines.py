@@ -27,9 +27,9 @@ from shardproof.experiments.existing import caches
 from shardproof.experiments.line_edits import LineEdit, edits_of
 from shardproof.experiments.right_apart import JudgedCase, can_fork, which_are_right
 from shardproof.experiments.running_lines import Functions, running_functions
-from shardproof.explain.arithmetic import WITHIN_ROUNDING
+from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
+from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 
@@ -66,7 +66,7 @@ def _first(notes: Notes) -> Iterable[Note]:
 
 def _names_a_cause(note: Note) -> bool:
     """Whether a note names a line, a number with a meaning on every mesh, or a rounding that a wider dtype confirms."""
-    return note.scope == ACROSS_MESHES or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING))
+    return names_a_number(note) or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING))
 
 
 def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> list[LineEdit]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations, islice, product
 from typing import Any
 
@@ -31,11 +32,11 @@ from shardproof.experiments.combined_operations import (
     Writer,
 )
 from shardproof.experiments.right_apart import JudgedCase
-from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
+from shardproof.explain.arithmetic import names_a_number
+from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
-from torch_impl.contract import GradientType
 
 MAX_EDITS = 60  # runs of the failing case
 MAX_PER_AXIS = 20  # operations after which a collective over one axis is tried
@@ -46,10 +47,11 @@ Notes = Mapping[str, tuple[Note, ...]]
 
 @dataclass(frozen=True)
 class Edit:
-    """Words for what is right, and the wrapper that makes a program so."""
+    """Words for what is right, and the wrapper that makes a program so; runs may show that the words do not apply."""
 
     words: str
     wrap: Callable[[Program], Callable[..., Any]]
+    applies: Callable[[], bool] = lambda: True
 
 
 def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], notes: Notes) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], note
 
 
 def _names_a_cause(note: Note) -> bool:
-    return note.scope == ACROSS_MESHES or note.startswith(RIGHT_ONCE)
+    return names_a_number(note) or note.startswith(RIGHT_ONCE)
 
 
 def _ranks_alike(case: CaseSpec) -> tuple[bool, int]:
@@ -98,7 +100,8 @@ def _that_mend(scheme: Declared, report: Report, others: Sequence[CaseSpec], edi
     """The edits with which all tensors of all these cases are right."""
     failing = JudgedCase.of(scheme, report.case)
     for edit in edits:
-        if failing.is_right(scheme, edit.wrap) and all(map(_is_right, cases.reports(scheme, others, edit.wrap))):
+        mends = failing.is_right(scheme, edit.wrap) and all(map(_is_right, cases.reports(scheme, others, edit.wrap)))
+        if mends and edit.applies():
             yield edit
 
 
@@ -159,10 +162,14 @@ def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
     others = [(operation,) for operation in single if not operations[operation]]
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
     for together in (*reducing, *pairs, *others):
-        outs: tuple[GradientType, ...] = ("I",) if together[0].how == "maximum" else ("R", "I")
-        for axis, out in product(axes, outs):
-            mode = _in_mode(lambda mesh, each=together, axis=axis, out=out: Combiner(each, mesh[axis], out))
-            yield Edit(_words(together, axis), mode)
+        for axis, sums in product(axes, (False,) if together[0].how == "maximum" else (True, False)):
+            unequal: set[Operation] = set()
+            mode_of = partial(_combiner, together, axis, unequal, sums)
+            yield Edit(_words(together, axis), _in_mode(mode_of), partial(unequal.issuperset, together))
+
+
+def _combiner(together: Sequence[Operation], axis: str, unequal: set[Operation], sums: bool, mesh: Any) -> Combiner:
+    return Combiner(together, mesh[axis], unequal, sums_gradients=sums)
 
 
 def _words(together: Sequence[Operation], axis: str) -> str:

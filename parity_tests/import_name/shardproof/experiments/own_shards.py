@@ -16,8 +16,8 @@ from shardproof.declare.declared import Argument, Declared, nested, outputs_by_n
 from shardproof.draw import inputs
 from shardproof.engines.engines import run
 from shardproof.engines.program import Program, RankResult
-from shardproof.explain.arithmetic import ADDED_BEFORE
-from shardproof.explain.note import ACROSS_MESHES, OBSERVED, Note
+from shardproof.explain.arithmetic import ADDED_BEFORE, names_a_number
+from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.judge import bridge
 from shardproof.judge.compare import TensorComparison, compare
@@ -51,7 +51,7 @@ def name_own_shards(scheme: Declared, report: Report, failing: Sequence[Report],
         common = [each for each in words if len(judged) == 1 or each in words_of_larger.get(label, ())]
         if common:
             rest = [other for other in notes[label] if not other.startswith(NO_PATTERN)]
-            strong = [other for other in rest if other.scope == ACROSS_MESHES]
+            strong = [other for other in rest if names_a_number(other)]
             if common[0] != OWN and any(ADDED_BEFORE in other for other in strong):
                 continue  # the term that is added on every rank says more
             by_label[label] = (*strong, Note(common[0], OBSERVED), *(other for other in rest if other not in strong))

@@ -69,6 +69,7 @@ def _quotient_text(above: list[str], below: list[str]) -> str:
 MAX_LISTED = 8
 MEANING_OF_NAMED_FACTOR = "a reduction is missing or repeated, or a mean divides by a local count"
 MEANING_OF_SIZE = "a sum is in place of a mean, or a mean in place of a sum"
+MEANING_OF_ROOT = "a count or a sum under a root is of each rank alone, or repeated by each"
 MEANING_OF_SHARE = "a mean divides by all elements, by ignored ones too"
 MEANING_OF_INVERSE_SHARE = "a mean divides by the elements that count, where the reference divides by all"
 _FACTOR, _CONSTANT = "a constant factor", "an added constant"
@@ -177,11 +178,17 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
     values |= {f"1/{dim}": 1 / size for dim, size in values.items()}
     sizes = [name for name, value in values.items() if _fits(evidence, _times, value)]
     text, weaker = f"off by the constant factor {number_text(factor)}", _claims_of_parts(evidence, _FACTOR)
-    if not sizes:
-        return Note(f"{text}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR, weaker)
-    claims = {f"factor size {name}": name for name in sizes}
-    text = f"{text} (= {' or '.join(sizes)}, the size of a dim): {MEANING_OF_SIZE}"
-    return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
+    if sizes:
+        claims = {f"factor size {name}": name for name in sizes}
+        text = f"{text} (= {' or '.join(sizes)}, the size of a dim): {MEANING_OF_SIZE}"
+        return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
+    roots = {f"sqrt({axis})": ranks**0.5 for axis, ranks in evidence.axes.items() if ranks > 1}
+    roots |= {f"1/{name}": 1 / value for name, value in roots.items()}
+    claims = {f"factor {name}": name for name, value in roots.items() if _fits(evidence, _times, value)}
+    if claims:
+        text = f"{text} (= {' or '.join(claims.values())}): {MEANING_OF_ROOT}"
+        return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
+    return Note(f"{text}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR, weaker)
 
 
 def _fitted_constant_note(evidence: Evidence) -> Note | None:
@@ -190,6 +197,11 @@ def _fitted_constant_note(evidence: Evidence) -> Note | None:
         return None
     text = f"off by the added constant {number_text(constant)}"
     return Note(text, ACROSS_MESHES, _SOME_CONSTANT, _claims_of_parts(evidence, _CONSTANT))
+
+
+def names_a_number(note: Note) -> bool:
+    """Whether a note's claims hold on other meshes and say more than that there is some number."""
+    return note.scope == ACROSS_MESHES and not note.claims.keys() <= {_SOME_FACTOR, _SOME_CONSTANT}
 
 
 def _change_of_each_part(evidence: Evidence) -> Iterator[Note]:
