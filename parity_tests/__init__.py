@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+EXCLUDED_CONDITIONS = ("inference_mode", "autocast")  # torch's own operations follow autocast
+
 # A user may have a folder of this name, too. One without `__init__.py` stands behind this one, and is searched as well.
 _folders = [Path(entry or ".").absolute() / __name__ for entry in sys.path]
 __path__ += [str(folder) for folder in _folders if folder.is_dir() and not (folder / "__init__.py").is_file()]

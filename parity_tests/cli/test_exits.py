@@ -317,3 +317,11 @@ def test_a_function_of_numpy_that_the_file_replaces_gives_no_verdict():
     status, out, err = verified(written("lies.py", lie, WRONG), "--mesh", "tp=2", "--examples", "1")
     assert (status, out) == (USAGE, "")
     assert "scheme 'wrong': numpy.abs has been replaced, and verdicts are computed with it" in err
+
+
+@pytest.mark.parametrize(
+    "line", ["import sys; sys.exit = lambda *status: None", "import sys; sys.stdout.close()"], ids=["exit", "close"]
+)
+def test_a_mismatch_outlives_what_the_file_does_to_sys(line):
+    status, out, _ = verified(written("wrong.py", f"{line}\n", WRONG), "--mesh", "tp=2", "--examples", "1")
+    assert status == MISMATCH and "1 scheme, 1 mismatch, 0 not run." in out

@@ -190,11 +190,22 @@ def test_arguments_that_are_wrong(shardproof, arguments, sentence):
 
 
 @pytest.mark.parametrize("verb", [("verify", "right.py"), ("train",), ("trace",)])
-def test_a_seed_that_is_too_large(shardproof, verb):
+@pytest.mark.parametrize("seed", [str(2**32), "-1", "x"])
+def test_a_seed_that_is_none(shardproof, verb, seed):
     written("right.py", RIGHT)
-    status, out, err = shardproof(*verb, "--seed", str(2**32))
-    assert (status, out) == (2, "")
-    assert err.endswith(f"Invalid value for '--seed': Input should be less than or equal to {2**32 - 1}\n")
+    sentence = f"shardproof: --seed '{seed}' is not a whole number from 0 to {2**32 - 1}\n"
+    assert shardproof(*verb, f"--seed={seed}") == (2, "", sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--examples", "0"), "--examples '0' is not a whole number of at least 1"),
+        (("--timeout", "x"), "--timeout 'x' is not a number of at least 0.1"),
+    ],
+)
+def test_a_number_that_an_option_does_not_take(shardproof, arguments, sentence):
+    assert shardproof("verify", *arguments) == (2, "", f"shardproof: {sentence}\n")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +288,7 @@ def test_a_replay_file_that_is_no_text(shardproof):
     assert (status, out) == (2, "") and err.startswith("shardproof: cannot read other.py: 'utf-8' codec can't decode")
 
 
-@pytest.mark.parametrize("arguments", [("frobnicate",), ("verify", "--examples", "0"), ("verify", "--examples", "x")])
+@pytest.mark.parametrize("arguments", [("frobnicate",), ("verify", "--egnine", "gloo"), ("draw",)])
 def test_usage_errors_of_the_parser(shardproof, arguments):
     status, _, err = shardproof(*arguments)
     assert status == 2

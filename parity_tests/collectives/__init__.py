@@ -1,0 +1,1 @@
+EXCLUDED_CONDITIONS = ("inference_mode",)  # and not autocast: functions compute in dtypes of their own

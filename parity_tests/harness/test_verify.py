@@ -187,6 +187,29 @@ def test_a_reference_of_large_numbers_that_cancel_compares_nothing():
         declaration.verify(examples=2, tp=2)
 
 
+def test_one_tensor_without_power_is_named_beside_others_that_have_it():
+    def kept(mesh, x, y):
+        return x * 3, y * 1
+
+    normal = {"x": values("normal"), "y": values("normal")}
+    both = {"inputs": {"x": "b/tp", "y": "b/tp"}, "outputs": ("b/tp", "b/tp"), "draw": normal}
+    declaration = declared(kept, **both, reference=lambda x, y: (x * 3, (1e12 + y) - 1e12))
+    with pytest.raises(NothingCompared, match=r"the budget of out\[1\] is \S+ for values up to "):
+        declaration.verify(examples=2, tp=2)
+
+
+def test_a_gradient_that_is_undefined_in_every_case_is_compared_to_nothing():
+    """A weight that an output of NaN depends on has no gradient to compare, so that any would be equal."""
+
+    def rooted(mesh, x, w):
+        return torch.sqrt(x * (3 * w - 2 * w.detach()).sum())
+
+    both = {"inputs": {"x": "b/tp", "w": "v tp=R"}, "draw": {"x": values("normal"), "w": values("normal")}}
+    declaration = declared(rooted, **both, reference=lambda x, w: jnp.sqrt(x * w.sum()), dims={"b": (16,)})
+    with pytest.raises(NothingCompared, match=r"d/d w.* everywhere at .*; nothing of it was compared: correct the "):
+        declaration.verify(examples=4)
+
+
 def test_zeros_are_compared_where_zeros_are_right():
     def nothing(mesh, x):
         return x * 0

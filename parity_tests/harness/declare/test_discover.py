@@ -70,3 +70,59 @@ def test_a_file_is_read_and_not_the_bytecode_of_an_older_text(tmp_path: Path) ->
         assert factor == module.FACTOR
         del sys.modules[module.__name__]
     assert not (tmp_path / "__pycache__").exists()
+
+
+@pytest.mark.parametrize(
+    ("head", "decorator"),
+    [
+        ("import shardproof\n", "@shardproof.scheme"),
+        ("import shardproof as sp\n", "@sp.scheme"),
+        ("from shardproof import scheme as verified\n", "@verified"),
+        ("from functools import partial\nfrom shardproof import scheme\ndeclare = partial(scheme)\n", "@declare"),
+    ],
+)
+def test_a_folder_is_searched_for_every_spelling_of_a_declaration(tmp_path: Path, head: str, decorator: str) -> None:
+    written(tmp_path / "usual.py", "usual")
+    text = SCHEME.replace(HEAD, "").replace("NAME", "unusual").replace("@scheme", decorator)
+    (tmp_path / "unusual.py").write_text(f"{head}def double(x):\n    return 2.0 * x\n{text}")
+    (tmp_path / "no_scheme.py").write_text("import shardproof as sp\nscheme = sp.lookup\nraise ValueError\n")
+    assert [scheme.name for scheme in discover.find([str(tmp_path)])] == ["unusual", "usual"]
+
+
+def test_a_scheme_of_a_function_of_another_file_is_of_the_file_that_declares_it(tmp_path: Path) -> None:
+    (tmp_path / "lib_of_two.py").write_text("def imported(mesh, x):\n    return x * 2\n")
+    (tmp_path / "maker_of_one.py").write_text(
+        HEAD + "\ndef make(factor):\n    def made(mesh, x):\n        return factor * x\n    return declare(made)\n"
+    )
+    head = HEAD + "from lib_of_two import imported\nfrom maker_of_one import make\n"
+    (tmp_path / "user.py").write_text(f"{head}declare(imported)\none = make(2)\n")
+    found = discover.find([str(tmp_path / "user.py")])
+    assert sorted(scheme.name for scheme in found) == ["imported", "made"]
+    assert {discover.declaring_file(scheme) for scheme in found} == {str(tmp_path / "user.py")}
+    (tmp_path / "second.py").write_text(f"{head}declare(imported)\n")
+    with pytest.raises(discover.UnusableTarget, match=r"'imported': is already declared by .*user.py; give the"):
+        discover.find([str(tmp_path / "second.py")])
+    (tmp_path / "twice.py").write_text(
+        (tmp_path / "user.py")
+        .read_text()
+        .replace("maker_of_one", "maker_of_two")
+        .replace("declare(imported)", "make(1)")
+    )
+    (tmp_path / "maker_of_one.py").rename(tmp_path / "maker_of_two.py")
+    with pytest.raises(discover.UnusableTarget, match=r"'made': is declared twice by line"):
+        discover.find([str(tmp_path / "twice.py")])
+
+
+def test_a_file_does_not_get_the_module_of_another_folder(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        written(tmp_path / folder / "scheme.py", folder)
+        file = tmp_path / folder / "scheme.py"
+        file.write_text(f"import between_{folder}\n{file.read_text()}")
+        (tmp_path / folder / f"between_{folder}.py").write_text("import helper_of_both\n")
+        (tmp_path / folder / "helper_of_both.py").write_text(f"FOLDER = {folder!r}\n")
+    discover.find([str(tmp_path / "one")])
+    with pytest.raises(
+        discover.UnusableTarget,
+        match=r"another module 'helper_of_both' is already imported, .*one/helper_of_both.py; verify the two by",
+    ):
+        discover.find([str(tmp_path / "two")])

@@ -1,6 +1,12 @@
-"""Which tensors are strided views, and in which dtypes autocast is drawn."""
+"""Which tensors are strided views, in which dtypes autocast is drawn, and what a module excludes."""
+
+import sys
+from types import ModuleType
+
+import pytest
 
 from shardproof import scheme
+from shardproof.declare.conditions import excluded_by_default
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import draw_case
 
@@ -33,3 +39,22 @@ def test_autocast_is_drawn_in_float32_alone():
         )(lambda mesh, x: x.clone())  # fmt: skip
         drawn = [draw_case(right, seeded_chooser(seed), {}, seed=seed, with_conditions=True) for seed in range(60)]
         assert any("autocast" in case.conditions for case in drawn) == (dtype == "float32")
+
+
+def test_a_module_or_its_nearest_package_says_what_its_schemes_exclude(monkeypatch):
+    for name, excluded in (("house", ("frozen",)), ("house.room", None), ("house.room.shelf", ("unused",))):
+        module = ModuleType(name)
+        if excluded is not None:
+            vars(module)["EXCLUDED_CONDITIONS"] = excluded
+        monkeypatch.setitem(sys.modules, name, module)
+    assert excluded_by_default("house.room.book") == ("frozen",)
+    assert excluded_by_default("house.room.shelf") == ("unused",)
+    assert excluded_by_default("another") == ("inference_mode", "overwritten", "autocast", "second_derivative")
+    vars(sys.modules["house"])["EXCLUDED_CONDITIONS"] = "frozen"
+
+    def doubled(mesh, x):
+        return x * 2
+
+    doubled.__module__ = "house"
+    with pytest.raises(ValueError, match="excluded_conditions has 'frozen'; give a tuple of "):
+        scheme(reference=lambda x: x * 2, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp")(doubled)

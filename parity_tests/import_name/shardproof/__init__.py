@@ -48,7 +48,7 @@ def main() -> None:
         from shardproof.engines.supervised import supervised
 
         if sys.argv[1:] and sys.argv[1] in _RUN_USERS_CODE:
-            sys.exit(supervised(main))
+            raise SystemExit(supervised(main))  # a user's code may have replaced sys.exit
         main()
     except KeyboardInterrupt:  # before the command itself takes care of it
         print("shardproof: interrupted; what was not printed was not judged", file=sys.stderr)

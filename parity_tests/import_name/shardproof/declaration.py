@@ -220,16 +220,16 @@ def scheme(
             excluded_conditions=excluded,
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
-            of_module=_is_being_executed(fn.__module__),
+            declared_by=_module_being_imported(),
         )
 
     return declare
 
 
-def _is_being_executed(module: str) -> bool:
+def _module_being_imported() -> str | None:
+    """The module whose lines run now, and not those of a function that is called after the import."""
     frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == module:
-            return True
+    while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
-    return False
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name if name != "__main__" and getattr(sys.modules.get(name), "__spec__", None) is not None else None

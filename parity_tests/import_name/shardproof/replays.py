@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.declare.case import CaseSpec
-from shardproof.declare.discover import TABLE
+from shardproof.declare.discover import TABLE, declaring_file
 from shardproof.draw import recorded
 from shardproof.draw.size_choices import free_dims
 from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED, NotJudged
@@ -55,7 +55,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[s
 
     path = Path(folder) / f"replay_{report.case.id}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
-    source, note = scheme.file, ""
+    source, note = declaring_file(scheme), ""
     if not Path(scheme.file).is_file() or "ipykernel" in scheme.file:
         from shardproof.declare.travel import dumps
 

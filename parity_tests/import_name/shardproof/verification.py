@@ -53,8 +53,7 @@ from shardproof.experiments.simplest_choices import SimplestCase
 from shardproof.experiments.smallest import shrink
 from shardproof.experiments.special_values import name_values_to_avoid
 from shardproof.experiments.undecided import verify_or_undecided
-from shardproof.judge.compare import TensorComparison
-from shardproof.judge.reference import CLOCK
+from shardproof.judge.reference import CLOCK, UNIT_ROUNDOFF, accumulator_roundoff
 from shardproof.replays import write_replay
 from shardproof.report.guard import sentence_of
 from shardproof.report.merging import merge_reports
@@ -63,9 +62,6 @@ from shardproof.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
 FAILS = "fails; shrinking"
-SIGNIFICANT = 1e-8  # of a budget, above which a value is more than the rounding of the reference's float64
-
-
 VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
 MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
@@ -260,7 +256,7 @@ def _case_of_each_mesh_and_dtype(
 
 
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
-    """Errors: NothingCompared if every tensor is empty or below its budget, or if the reference of one is always NaN.
+    """Errors: NothingCompared if every tensor is empty, or one is always NaN, undefined or below its budget.
 
     A result of NaN passes where the reference is NaN; this is evidence only if infinities were drawn.
     """
@@ -268,36 +264,43 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
         raise NothingCompared(
             f"scheme '{scheme.name}': every tensor is empty at {sizes(reports[-1].case)}; nothing was compared"
         )
-    wants: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}
+    compared: set[str] = set()
+    without: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}  # the references of tensors of which nothing is
     for report in reports:
         if not any(has_infinities(value) for value in report.case.values.values()):
             for tensor in report.tensors:
-                if tensor.want.size:
-                    wants.setdefault(tensor.label, []).append((tensor.want, report.case))
-    for label, references in wants.items():
-        if all(np.isnan(want).all() for want, _ in references):
-            raise NothingCompared(
-                f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(references[0][1])}; "
-                "nothing of it was compared: correct the reference, or draw values that it is defined for"
-            )
-    _check_power(scheme, [tensor for report in reports for tensor in report.tensors if tensor.want.size])
+                if (np.isfinite(tensor.element_budgets) & ~np.isnan(tensor.want)).any():
+                    compared.add(tensor.label)
+                elif tensor.want.size:
+                    without.setdefault(tensor.label, []).append((tensor.want, report.case))
+    for label in [each for each in without if each not in compared]:
+        is_nan = all(np.isnan(want).all() for want, _ in without[label])
+        why = f"the reference of {label} is NaN" if is_nan else f"{label} depends on NaN in an output"
+        raise NothingCompared(
+            f"scheme '{scheme.name}': {why} everywhere at {sizes(without[label][0][1])}; "
+            "nothing of it was compared: correct the reference, or draw values that it is defined for"
+        )
+    _check_power(scheme, reports)
 
 
-def _check_power(scheme: Declared, tensors: Sequence[TensorComparison]) -> None:
-    """NothingCompared if every value of every tensor is smaller than its budget, so that zeros would be right too.
+def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:
+    """NothingCompared if every value of a tensor is smaller than its budget, so that zeros would be right too.
 
     A value that is 0 but for the rounding of the reference's float64 is an exception: zeros are right.
     """
-    largest = {}
-    for tensor in tensors:
-        size, budget = np.abs(tensor.want), tensor.element_budgets
-        if not (np.isfinite(size) & np.isfinite(budget) & (size <= budget)).all():
-            return
-        if size.max() > SIGNIFICANT * budget.max():
-            largest[tensor.label] = f"{budget.max():.1e} for values up to {size.max():.1e}"
-    for label, text in largest.items():
+    largest: dict[str, str] = {}
+    powerful: set[str] = set()
+    for report in reports:
+        rounding = UNIT_ROUNDOFF["float64"] / accumulator_roundoff(report.case.dtype)  # of a budget in float32
+        for tensor in report.tensors:
+            size, budget = np.abs(tensor.want), tensor.element_budgets
+            if not (np.isfinite(size) & np.isfinite(budget) & (size <= budget)).all():
+                powerful.add(tensor.label)
+            elif size.size and size.max() > rounding * budget.max():
+                largest[tensor.label] = f"{budget.max():.1e} for values up to {size.max():.1e}"
+    for label in [each for each in largest if each not in powerful]:
         raise NothingCompared(
-            f"scheme '{scheme.name}': the budget of {label} is {text}, and no tensor has a budget below its values: "
+            f"scheme '{scheme.name}': the budget of {label} is {largest[label]}, and never below a value: "
             "zeros would be accepted too; write the reference without large numbers that cancel"
         )
 

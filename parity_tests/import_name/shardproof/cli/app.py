@@ -23,8 +23,12 @@ import typer.core
 
 from shardproof.cli import case, paper, training, verify, watched_script
 from shardproof.cli.help import epilog, versions
+from shardproof.cli.values import unsuitable
+from shardproof.endings.exit_status import EQUAL, INTERRUPTED, USAGE
 from shardproof.engines.collector import collect_rarely
 from shardproof.report.guard import guarded
+
+UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of it that typer brings
 
 
 class Verbs(typer.core.TyperGroup):
@@ -58,7 +62,10 @@ class Verb(typer.core.TyperCommand):
             "--json=-" if arg == "--json" and after.startswith("-") and after != "-" else arg
             for arg, after in zip_longest(args, args[1:], fillvalue="--")
         ]
-        return super().parse_args(ctx, with_path)
+        try:
+            return super().parse_args(ctx, [*with_path])  # which it empties
+        except typer.BadParameter as error:
+            raise unsuitable(error, VERBS[self.name or ""], with_path) from None
 
 
 VERBS = {
@@ -103,7 +110,25 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path may have bytes that are no text
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(guarded(app))
+    # A file of schemes may have replaced sys.exit, as a test of a script that exits does.
+    raise SystemExit(guarded(_status_of_verb))
+
+
+def _status_of_verb() -> int:
+    """The status of the verb, which typer returns; left to itself, typer would hand it to sys.exit.
+
+    Errors: KeyboardInterrupt after an interrupt; ValueError for a value that an option does not take.
+    """
+    try:
+        status = app(standalone_mode=False)
+    except UsageError as error:
+        error.show()
+        return USAGE
+    except typer.Abort as aborted:  # in place of an EOFError
+        raise aborted.__cause__ or aborted from None
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    return status or EQUAL
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import math
 import os
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -74,6 +75,21 @@ def sizes(words: Sequence[str] | None, flag: str) -> dict[str, int]:
 def memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def unsuitable(error: typer.BadParameter, verb: Callable[..., Any], words: Sequence[str]) -> Exception:
+    """A ValueError for a number that an option of this verb does not take; the parser's own error for all else."""
+    names = getattr(error.param, "opts", [])
+    given = [after for word, after in pairwise(words) if word in names]
+    given += [word.partition("=")[2] for word in words if "=" in word and word.partition("=")[0] in names]
+    declared = get_type_hints(verb, include_extras=True).get(getattr(error.param, "name", None) or "")
+    option = getattr(declared, "__metadata__", (None,))[-1]
+    lowest, highest = getattr(option, "min", None), getattr(option, "max", None)
+    if not given or lowest is None:
+        return error
+    number = "number" if isinstance(lowest, float) else "whole number"
+    limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
+    return ValueError(f"{names[0]} {given[-1]!r} is not a {number} {limits}")
 
 
 def three(text: str) -> list[float]:

@@ -27,6 +27,7 @@ A tensor is an input's name, or `cotangent NAME` for an output.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -63,25 +64,23 @@ NOT_ALWAYS_PROMISED = (
     *("overwritten", "autocast", "second_derivative"),
 )
 COTANGENT = "cotangent "
-# Components whose functions compute in dtypes of their own, whatever autocast says; torch's operations follow it.
-COMPONENTS_UNDER_AUTOCAST = (
-    *("collectives", "context_parallel", "expert_parallel", "kernels", "layouts", "mamba", "optimizers"),
-    "vocab_parallel",
-)
-UNDER_AUTOCAST = tuple(f"parity_tests.{name}." for name in COMPONENTS_UNDER_AUTOCAST)
+EXCLUDED = "EXCLUDED_CONDITIONS"  # a module or a package says by this name what all its schemes exclude
+# Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few are
+# differentiated twice, and torch's own operations follow autocast.
+EXCLUDED_BY_DEFAULT = ("inference_mode", "overwritten", "autocast", "second_derivative")
 
 
-def excluded_by_default(module: str) -> tuple[str, ...]:
-    """Conditions that correct training code often does not support; this project's own schemes support more.
+def excluded_by_default(module: str) -> Sequence[str]:
+    """Conditions that a module excludes for its schemes, or else the nearest of its packages.
 
-    Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few
-    are differentiated twice, and torch's own operations follow autocast.
+    If none says so: conditions that correct training code often does not support.
     """
-    is_peers = module.startswith("parity_tests.evidence.peers.")
-    is_ours = module.partition(".")[0] in ("parity_tests", "shardproof") and not is_peers
-    if not is_ours:
-        return "inference_mode", "overwritten", "autocast", "second_derivative"
-    return ("inference_mode",) if module.startswith(UNDER_AUTOCAST) else ("inference_mode", "autocast")
+    while module:
+        excluded = getattr(sys.modules.get(module), EXCLUDED, None)
+        if excluded is not None:
+            return excluded
+        module = module.rpartition(".")[0]
+    return EXCLUDED_BY_DEFAULT
 
 
 def phrases(case: CaseSpec) -> list[str]:

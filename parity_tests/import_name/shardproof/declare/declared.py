@@ -153,7 +153,7 @@ class Declared:
     random: bool
     file: str
     line: int
-    of_module: bool  # declared at the module's top level, not in a function
+    declared_by: str | None  # the module whose import declares it; None in a function that is called later
     setup: Callable[[Any], Any] | None = None  # `setup(mesh)`, called once per rank and mesh
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # `around(mesh)`, for forward and backward
     module: str | None = None  # the input tree that holds the parameters of the returned module

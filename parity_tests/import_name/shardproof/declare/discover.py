@@ -22,12 +22,15 @@ from typing import Any
 from shardproof.declare import failed_declaration, scheme_index, travel
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
+from shardproof.declare.mentioned import declares
+from shardproof.declare.own_modules import check_own_modules, is_beside
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import RANK_FAILED
 from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
 TABLE: dict[str, Declared] = {}
+_spec_of: dict[str, Any] = {}  # of the module that declares a scheme, by its key: each import has its own
 
 
 def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
@@ -35,24 +38,26 @@ def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
 
     Two schemes with one name in one file are rejected: a case identifies its scheme by name only.
     """
-    old = TABLE.get(scheme.key)
+    old, spec = TABLE.get(scheme.key), getattr(sys.modules.get(scheme.declared_by or ""), "__spec__", None)
     if old is not None and not _is_cell(old.file):
+        is_of_one_import = spec is not None and spec is _spec_of.get(scheme.key)
         if old.file != scheme.file:
             raise errors(f"is already declared in {old.file}:{old.line}")
-        if old.line != scheme.line and (_is_of_one_import(old, scheme) or _is_defined_twice(scheme)):
+        if old.line != scheme.line and (is_of_one_import or _is_defined_twice(scheme)):
             raise errors(f"is defined in line {old.line} and again in line {scheme.line}; give one another name")
-        if _is_of_one_import(old, scheme):
+        if is_of_one_import:
             raise errors(
                 f"is declared twice by line {scheme.line}, as in a loop; "
                 "give each function another __name__ before scheme(...) takes it"
             )
-    TABLE[scheme.key] = scheme
+        if None not in (old.declared_by, scheme.declared_by) and old.declared_by != scheme.declared_by:
+            raise errors(f"is already declared by {declaring_file(old)}; give the function a name of its own there")
+    TABLE[scheme.key], _spec_of[scheme.key] = scheme, spec
 
 
-def _is_of_one_import(old: Declared, new: Declared) -> bool:
-    """Whether the same import of their file declares both: each import of a file has its own spec."""
-    specs = [each.fn.__globals__.get("__spec__") for each in (old, new)]
-    return old.of_module and new.of_module and specs[0] is not None and specs[0] is specs[1]
+def declaring_file(scheme: Declared) -> str:
+    """The file whose import declares a scheme, which may be of a function of another file."""
+    return getattr(sys.modules.get(scheme.declared_by or ""), "__file__", None) or scheme.file
 
 
 def _is_defined_twice(scheme: Declared) -> bool:
@@ -128,7 +133,7 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
         if name:
             found = [declaration_of_file(still(file), name)]
         elif path.is_dir():
-            files = [file for file in python_files(path) if "@scheme" in file.read_text(errors="replace")]
+            files = [file for file in python_files(path) if declares(file.read_text(errors="replace"))]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
             found = [each for file in files for each in declarations_of_file(still(file))]
@@ -200,7 +205,7 @@ def declarations_of_file(file: str) -> list[Declared | FailedDeclaration | Faile
         path = Path(file).resolve()
         declarations.append(FailedImport(path.name, str(path), left.line, str(left)))
         name = _name_of(path)
-    declarations += [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == name]
+    declarations += [scheme for scheme in TABLE.values() if scheme.declared_by == name]
     declarations += failed_declaration.of_module(name)
     if not declarations:
         raise NoScheme(f"{file}: declares no scheme; decorate a function with @scheme")
@@ -217,7 +222,7 @@ def declaration_of_file(file: str, name: str) -> Declared | FailedDeclaration:
     module = module_of_file(file)
     by_name = {key: value for key, value in vars(module).items() if isinstance(value, Declared | FailedDeclaration)}
     by_name |= {each.name: each for each in failed_declaration.of_module(module.__name__)}
-    by_name |= {each.name: each for each in TABLE.values() if each.of_module and each.fn.__module__ == module.__name__}
+    by_name |= {each.name: each for each in TABLE.values() if each.declared_by == module.__name__}
     if name not in by_name:
         has = f"it has {', '.join(sorted(by_name))}" if by_name else "it declares and imports none"
         raise UnusableTarget(f"{file}::{name}: no scheme of this name{nearest(name, sorted(by_name))} ({has})")
@@ -362,6 +367,7 @@ def _imported(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")
     module = importlib.util.module_from_spec(spec)
+    check_own_modules(path, path.parent)
     before = set(sys.modules)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
@@ -377,7 +383,7 @@ def _imported(path: Path) -> ModuleType:
         raise
     finally:
         sys.path.remove(str(path.parent))
-    travel.IMPORTED_WITH_SCHEMES |= {name} | {new for new in set(sys.modules) - before if _beside(new, path.parent)}
+    travel.IMPORTED_WITH_SCHEMES |= {name} | {new for new in set(sys.modules) - before if is_beside(new, path.parent)}
     return module
 
 
@@ -404,6 +410,7 @@ def _imported_with_package(path: Path) -> ModuleType:
     """Import a file of a package under its dotted name, so that its relative imports work."""
     root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
     name = ".".join(path.relative_to(root).with_suffix("").parts)
+    check_own_modules(path, root)
     before = set(sys.modules)
     sys.path.insert(0, str(root))
     try:
@@ -413,13 +420,8 @@ def _imported_with_package(path: Path) -> ModuleType:
         sys.path.remove(str(root))
     if Path(module.__file__ or "").resolve() != path:
         raise ImportError(f"another package {name.partition('.')[0]!r} is already imported; rename this one")
-    travel.IMPORTED_WITH_SCHEMES |= {new for new in set(sys.modules) - before if _beside(new, root)}
+    travel.IMPORTED_WITH_SCHEMES |= {new for new in set(sys.modules) - before if is_beside(new, root)}
     return module
-
-
-def _beside(name: str, folder: Path) -> bool:
-    file = getattr(sys.modules[name], "__file__", None)
-    return file is not None and Path(file).resolve().is_relative_to(folder) and "site-packages" not in file
 
 
 def _message_of(error: BaseException, path: Path) -> str:

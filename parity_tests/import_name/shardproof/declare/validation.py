@@ -338,8 +338,7 @@ def check_choices(
 
 def excluded_conditions(module: str, names: Any, errors: DeclarationErrors) -> tuple[str, ...]:
     """The calling conditions that are not drawn for a scheme of this module."""
-    if names is None:
-        return excluded_by_default(module)
+    names = excluded_by_default(module) if names is None else names
     conditions = (*CONDITIONS, LARGER_WORLD)
     unknown = [names] if isinstance(names, str) else [name for name in names if name not in conditions]
     if unknown:

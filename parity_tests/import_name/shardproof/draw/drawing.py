@@ -22,7 +22,7 @@ from shardproof.draw.choosers import seeded_chooser
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
-LEAST_PADDING = 4  # more tokens than the padding of a sequence where its stream is not sharded
+LEAST_PADDING = 4  # the unit of dual_chunk_swap over two ranks: one rank gets as much padding as two, less than this
 KEYWORDS = ("engine", "examples", "seed", "dtype", "inside_subgroup")  # Scheme.verify also takes sizes and options
 
 

@@ -160,6 +160,10 @@ class _Reader:
         except BrokenPipeError:
             raise _Unread from None
 
+    def close(self) -> None:
+        """A user's code that closes standard output would take the verdict with it."""
+        self.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -1,0 +1,39 @@
+"""Whether the text of a file declares schemes, which is asked of every file of a folder before any is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+PACKAGE = "shardproof"
+
+
+def declares(text: str) -> bool:
+    """Whether `scheme` of this package is used, by whatever name it is imported: `@sp.scheme`, `declare(...)`.
+
+    A text that mentions both and that Python cannot parse does: its import says why.
+    """
+    if "@scheme" in text:
+        return True
+    if "scheme" not in text or PACKAGE not in text:
+        return False
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return True
+    packages, functions = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            packages |= {each.asname or PACKAGE for each in node.names if each.name == PACKAGE}
+        elif isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
+            functions |= {each.asname or "scheme" for each in node.names if each.name in ("scheme", "*")}
+    return any(name in functions or name in {f"{each}.scheme" for each in packages} for name in _names(tree))
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """The names that are read, as `declare` and `sp.scheme`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
