@@ -75,25 +75,25 @@ REJECTION = "context_parallel.adapt_model_to_context: own: attention_mask ["
     st.booleans(),
 )
 def test_masks_that_a_context_drops(rng, sizes, window, shape, addends):
-    """Others are rejected, since attention would lose them."""
-    (b, size), masks = sizes, 12
-    seen = drawn_pairs(rng, (masks, b, size, size), window)
+    """Others are rejected, since attention would lose them; a layer with another window reads each mask before."""
+    (b, size), masks, other = sizes, 6, 3 if window is None else None
+    seen = np.concatenate([drawn_pairs(rng, (masks, b, size, size), each) for each in (window, other)])
 
-    def outcome(model, mask):
+    def outcome(attention, mask):
         try:
-            return "kept" if model["own"](torch.zeros(1), mask) else "dropped"
+            return "kept" if attention(torch.zeros(1), mask) else "dropped"
         except ValueError as error:
             return str(error)
 
     def body(mesh, case):
-        model, outcomes = nn.ModuleDict({"own": Masked(window)}), []
+        model, outcomes = nn.ModuleDict({"before": Masked(other), "own": Masked(window)}), []
         adapt_model_to_context(model)
         with create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(size)], [0], set()):
             for pairs in torch.from_numpy(seen)[:, :, None]:
                 mask = torch.zeros(pairs.shape).masked_fill(~pairs, -torch.inf) if addends else pairs
                 wide = F.pad(mask, (0, 1))
                 forms = {"square": mask, "more keys": wide, "fewer queries": mask[..., : size // 2, :]}
-                outcomes.append(outcome(model, forms[shape]))
+                outcomes.append([outcome(each, forms[shape]) for each in model.values()][-1])
         return outcomes
 
     ranks = run(body, CaseSpec(scheme="masks", mesh={"cp": 2}))

@@ -48,21 +48,21 @@ def has_group(c):
     inputs={"x": "b s d cp=R"},
     outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"),
     options={"less": (3, 1, 0)},
-    rank_options={"named": (True, False), "beside": (False, True)},
+    rank_options={"named": (True, False), "beside": (None, 0, -3)},
     dtypes=DTYPES,
     assume=lambda c: c.less < c.s,
     cost=lambda c: cost(c, c.s if c.cp > 1 else c.s - c.less) if has_group(c) else Cost(),
 )
 def dense_rows_there_and_back(mesh, x, less, named, beside) -> tuple[Rows, Rows]:
-    """The last `less` columns are not in the batch, and padded; `beside` it is a sequence at another dim."""
+    """The last `less` columns are not in the batch, and padded; beside it is a sequence at the dim `beside`."""
     rows = x[:, : x.shape[1] - less]
     batch = {"input_ids": rows.new_zeros(rows.shape[:2], dtype=torch.int64), "beside": rows.transpose(0, 1)}
     device_mesh = mesh.device_mesh["cp"] if named or mesh.size("cp") > 1 else None
-    dims = {"beside": 0} if beside else None
+    dims = None if beside is None else {"beside": beside}
     factory, padded, layout = cp.make_cp_batch_and_ctx(device_mesh, batch, extra_seq_buffers=dims, return_layout=True)
     shard = layout.shard(rows)
     squares = F.pad(layout.gather(shard.square()), (0, 0, 0, less))
-    if beside:
+    if beside is not None:
         with factory():
             shard = padded["beside"].transpose(0, 1).clone()
     return F.pad(shard, (0, 0, 0, len(mesh.global_ids("s")) - shard.shape[1])), squares

@@ -16,8 +16,9 @@ KINDS = 2
 POSITIONS = ("rows", "one row", "kinds")
 ByToken = Int[Tensor, "b l"]
 Entries = tuple[
-    ByToken, ByToken, ByToken, Int[Tensor, "k b l"], Bool[Tensor, "b l"], Int[Tensor, "b s"], Int[Tensor, "two"]
-]
+    ByToken, ByToken, ByToken, Int[Tensor, "k b l"], Bool[Tensor, "b l"],
+    Int[Tensor, "b s"], Int[Tensor, "b s"], Int[Tensor, "two"],
+]  # fmt: skip
 
 
 def batch_by_hand(ids, steps, less, positions, mask):
@@ -35,7 +36,7 @@ def batch_by_hand(ids, steps, less, positions, mask):
     weights = jnp.where(added[None], 0, 3 * ids)
     sharded = jnp.where(added[None], 11, ids), weights, weights, jnp.broadcast_to(rows_of, steps.shape), padding
     facts = jnp.stack([restarting, restarting & (mask == "none")])
-    return *sharded, weights, facts.astype(ids.dtype)
+    return *sharded, jnp.where(added[None], 0, ids), weights, facts.astype(ids.dtype)
 
 
 @scheme(
@@ -47,6 +48,7 @@ def batch_by_hand(ids, steps, less, positions, mask):
         "k b s/cp:dual_chunk_swap",
         "b s/cp:dual_chunk_swap",
         "b s",
+        "b s",
         "two",
     ),
     dims={"b": (3,), "s": (12, 24), "k": (KINDS,), "two": (2,)},
@@ -57,7 +59,8 @@ def batch_by_hand(ids, steps, less, positions, mask):
 @pytest.mark.cases(3, engine="gloo")
 @pytest.mark.cases(20)
 def entries_of_a_dense_batch(mesh, ids, steps, less, positions, mask) -> Entries:
-    """Ids, the batch's loss mask and the caller's, positions and padding; the loss mask after; a restart, a warning."""
+    """Ids, the batch's loss mask and the caller's, positions and padding; the caller's ids, which stay whole; the loss
+    mask after; a restart, a warning."""
     rows, real = len(ids), ids.shape[1] - less
     kinds = steps.cumsum(-1)[..., :real]
     given = {"rows": kinds[0], "one row": kinds[0, :1], "kinds": kinds}[positions]
@@ -74,6 +77,7 @@ def entries_of_a_dense_batch(mesh, ids, steps, less, positions, mask) -> Entries
         places = padded["position_ids"].expand(KINDS, rows, -1)
         padding = padded.get("padding_mask", torch.zeros_like(padded["input_ids"], dtype=torch.bool))
         inside = padded["input_ids"], padded["loss_mask"], loss_mask, places, padding
-        inside = tuple(each.clone() for each in inside)
+        own_ids = torch.nn.functional.pad(batch["input_ids"], (0, less))
+        inside = tuple(each.clone() for each in (*inside, own_ids))
     after = torch.nn.functional.pad(loss_mask, (0, less))
     return *inside, after.clone(), torch.tensor([restarts(given), warned]).to(ids)

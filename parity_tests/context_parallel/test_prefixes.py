@@ -34,8 +34,9 @@ N = 4
 PADDED, REAL = [0, 16, 24, 40, 48], [0, 13, 21, 32, 37]
 TREES = {"responses": (-1, 0, 0, 0), "turns": (-1, 0, 1, -1)}
 FILL = -1000
-# The same sequences as a batch, in one row or two: by entries of the row, with an entry of fill.
-ROWS = {"responses": [[-1, 0, 0, 0, FILL]], "turns": [[-1, 0, 1, -1, FILL]], "rows": [[-1, 0, FILL], [-1, 0, FILL]]}
+# The same sequences as a batch, in one row or two: by entries of the row, before an entry of fill is put among them.
+ROWS = {"responses": [[-1, 0, 0, 0]], "turns": [[-1, 0, 1, -1]], "rows": [[-1, 0], [-1, 0]]}
+FILL_BEFORE = {"none": 4, "the second": 1, "the first": 0}  # the entry of each row that stands behind the fill
 
 
 @st.composite
@@ -165,17 +166,14 @@ def attention_over_shared_prefixes_on_two_axes(mesh, q, k, v, tree, causal, wind
     return context_parallel_attention(q, k, v, mesh=mesh.device_mesh, layout=layout, **call)
 
 
-def packed_rows(ids, tree):
+def packed_rows(ids, tree, fill_before):
     """The batch of a tree, whose ids are the stream."""
-    prefix_of = torch.tensor(ROWS[tree])
-    real, padded = torch.full((2, *prefix_of.shape), FILL)
-    real[:, :-1], padded[:, :-1] = (torch.tensor(x).diff().view(len(prefix_of), -1) for x in (REAL, PADDED))
-    return {
-        "input_ids": ids.view(len(prefix_of), -1),
-        "seq_lens": real,
-        "seq_lens_padded": padded,
-        "prefix_of": prefix_of,
-    }
+    parents, behind = torch.tensor(ROWS[tree]), FILL_BEFORE[fill_before]
+    real, padded = (torch.tensor(x).diff().view(len(parents), -1) for x in (REAL, PADDED))
+    tables = {"seq_lens": real, "seq_lens_padded": padded, "prefix_of": parents + (parents >= behind)}
+    fill = parents.new_full((len(parents), 1), FILL)
+    filled = {name: torch.cat([x[:, :behind], fill, x[:, behind:]], 1) for name, x in tables.items()}
+    return {"input_ids": ids.view(len(parents), -1), **filled}
 
 
 def of_packed_rows(q, k, v, ids, tree, causal, window):
@@ -199,11 +197,11 @@ BATCHES["outputs"] = (BATCHES["outputs"], "s/cp:turned", "s/cp:turned")
         "draw": {**HEADS, "ids": integers(0, 9)},
         "options": {**DECLARED["options"], "tree": tuple(ROWS)},
     },
-    rank_options={"route": ("batch", "stream", "chunks", "context")},
+    rank_options={"route": ("batch", "stream", "chunks", "context"), "fill_before": tuple(FILL_BEFORE)},
 )
-def attention_of_packed_rows_with_prefixes(mesh, q, k, v, ids, tree, causal, window, route) -> OfRows:
+def attention_of_packed_rows_with_prefixes(mesh, q, k, v, ids, tree, causal, window, route, fill_before) -> OfRows:
     """Packed rows with prefixes, sharded by each route: at once, in chunks, by a stream made first, in a context."""
-    batch, cp_mesh = packed_rows(ids, tree), mesh.device_mesh["cp"]
+    batch, cp_mesh = packed_rows(ids, tree, fill_before), mesh.device_mesh["cp"]
     if route == "stream":
         stream, _ = cp.process_input_for_thd(batch, return_layout=True)
         out, layout = cp._shard_thd_chunk_for_te(stream, cp_mesh, "thd", FILL, 0, return_layout=True)

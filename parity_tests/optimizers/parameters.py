@@ -17,10 +17,19 @@ def placed(local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Any]) ->
     return local if mesh is None else DTensor.from_local(local, mesh, list(placements))
 
 
-def parameter(local: Tensor, mesh: DeviceMesh | None = None, placements: Sequence[Any] = ()) -> nn.Parameter:
-    """A parameter of zeros with a gradient, of which `local` is this rank's shard."""
-    new = nn.Parameter(placed(torch.zeros_like(local), mesh, placements))
-    new.grad = placed(local.clone(), mesh, placements)
+def parameter(
+    local: Tensor, mesh: DeviceMesh | None = None, placements: Sequence[Any] = (), *, is_whole: bool = False
+) -> nn.Parameter:
+    """A parameter of zeros with a gradient, of which `local` is this rank's shard.
+
+    Every rank has all of a parameter that `is_whole`, and its shard of the gradient.
+    """
+    gradient = placed(local.clone(), mesh, placements)
+    zeros = placed(torch.zeros_like(local), mesh, placements)
+    if is_whole and mesh is not None:
+        zeros = placed(local.new_zeros(gradient.shape), mesh, [Replicate()] * mesh.ndim)
+    new = nn.Parameter(zeros)
+    new.grad = gradient
     return new
 
 

@@ -90,16 +90,19 @@ def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type, error_if_nonf
     return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 
-@scheme(
-    **declared(
+def over_two_axes():
+    common = declared(
         {"dp": (1, 2, 3), "tp": (1, 2)},
         {"both": "a/dp b/tp", "replicated": "o dp=I tp=I"},
         {"a": (6,), "b": (2,), "o": (2,)},
     )
-)
-def clipped_over_two_axes(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
-    """No parameter is sharded over tp alone."""
-    parameters = {name: parameter(x, mesh.device_mesh, DENSE[name]) for name, x in gradients.items()}
+    return {**common, "rank_options": common["rank_options"] | {"is_whole": (False, True)}}
+
+
+@scheme(**over_two_axes())
+def clipped_over_two_axes(mesh, gradients, max_norm, norm_type, error_if_nonfinite, is_whole):
+    """No parameter is sharded over tp alone, or only gradients are sharded."""
+    parameters = {name: parameter(x, mesh.device_mesh, DENSE[name], is_whole=is_whole) for name, x in gradients.items()}
     return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 

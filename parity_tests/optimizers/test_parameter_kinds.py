@@ -51,8 +51,9 @@ def steps_of_kinds(mesh, weights, gradients, pattern):
         placement = [shards.get(name, Replicate())]
         parameter = weight(x, gradients[name], mesh.device_mesh, placement).requires_grad_(name != "frozen")
         model.register_parameter(name, parameter)
-    model.table = nn.Embedding.from_pretrained(torch.zeros(1, 1))  # draws nothing
-    model.table.weight = model.tokens  # tied: named `tokens`, an embedding by its module
+    model.part = nn.Module()
+    model.part.table = nn.Embedding.from_pretrained(torch.zeros(1, 1))  # draws nothing
+    model.part.table.weight = model.tokens  # tied: named `tokens`, an embedding by its module, which a part has
     kinds = parameter_kinds(model, None if pattern is None else [f"{pattern}*"])
     for groups in (kinds.decay_groups(DECAY), kinds.adamw_groups(LATER_DECAY)):
         torch.optim.SGD(groups, lr=LR).step()

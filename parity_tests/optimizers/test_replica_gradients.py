@@ -7,11 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, mask, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import ReplicaGradients, clip_grad_norm_
 
-NAMES = ("router", "shared", "norm")
+NAMES = ("router", "shared", "router_norm")  # one begins with another, and has another rule
 RULES = {"": "mean", "router": "sum", "shared": "sum", "frozen": "none"}
 
 
@@ -20,7 +20,7 @@ class Model(nn.Module):
 
     def __init__(self, router, shared, norm):
         super().__init__()
-        for name, weight in (("router", router), ("shared", shared), ("norm", norm), ("frozen", norm)):
+        for name, weight in zip((*NAMES, "frozen"), (router, shared, norm, norm), strict=True):
             module = nn.Module()
             module.weight = nn.Parameter(torch.zeros_like(weight), requires_grad=name != "frozen")
             setattr(self, name, module)
@@ -47,8 +47,8 @@ def cost(c):
     mesh={"tp": (1, 2, 3), "cp": (1, 2)},
     inputs={"router": "a tp=P cp=P", "shared": "b a tp=P cp=P", "norm": "b tp=I cp=I"},
     outputs=("a tp=I cp=I", "b a tp=I cp=I", "b tp=I cp=I"),
-    draw={name: values("normal", "zeros", "large") for name in NAMES},
-    nograd=NAMES,
+    draw=dict.fromkeys(("router", "shared", "norm"), values("normal", "zeros", "large")),
+    nograd=("router", "shared", "norm"),
     dtypes=("float32", "bfloat16", "float64"),
     sums="float32",
     cost=cost,
@@ -64,6 +64,48 @@ def replica_gradients(mesh, router, shared, norm):
         getattr(model, name).weight.grad = gradient.clone()
     replicas.reduce()
     return model.gradients
+
+
+def sum_of_present(router, shared, has_router, has_shared):
+    """Of the gradients of all ranks, stacked, that a rank has."""
+    of_router, of_shared = has_router[..., None], has_shared[..., None, None]
+    return jnp.where(of_router, router, 0.0).sum((0, 1)), jnp.where(of_shared, shared, 0.0).sum((0, 1))
+
+
+@scheme(
+    reference=sum_of_present,
+    mesh={"tp": (1, 2, 3), "cp": (1, 2)},
+    inputs={
+        "router": "r/tp w/cp a",
+        "shared": "r/tp w/cp b a",
+        "has_router": "r/tp w/cp",
+        "has_shared": "r/tp w/cp",
+    },
+    outputs=("a tp=I cp=I", "b a tp=I cp=I"),
+    dims={"r": "tp", "w": "cp"},
+    draw={
+        **dict.fromkeys(("router", "shared"), values("normal", "zeros")),
+        **dict.fromkeys(("has_router", "has_shared"), mask()),
+    },
+    nograd=("router", "shared"),
+    dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
+    reduction=("r", "w"),
+)
+@pytest.mark.cases(20)
+def replica_gradients_of_some_ranks(mesh, router, shared, has_router, has_shared):
+    """A rank whose tokens chose other modules has no gradient, which adds zeros; what no rank has stays None."""
+    model = Model(router[0, 0], shared[0, 0], router[0, 0])
+    replicas = ReplicaGradients(model, [mesh["tp"], mesh["cp"]], RULES, optimizer_of(model))
+    for module, gradient, has in ((model.router, router, has_router), (model.shared, shared, has_shared)):
+        if has[0, 0]:
+            module.weight.grad = gradient[0, 0].clone()
+    replicas.reduce()
+    assert model.router_norm.weight.grad is None
+    return tuple(
+        torch.zeros_like(module.weight) if module.weight.grad is None else module.weight.grad
+        for module in (model.router, model.shared)
+    )
 
 
 def mean_of_squares(x, z, parameters):
@@ -107,7 +149,7 @@ def replica_gradients_of_micro_batches(mesh, x, z, parameters):
     return total, model
 
 
-SCHEMES = (replica_gradients, replica_gradients_of_micro_batches)
+SCHEMES = (replica_gradients, replica_gradients_of_some_ranks, replica_gradients_of_micro_batches)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
@@ -129,9 +171,9 @@ def ones_model(mesh, rules=RULES):
 def test_a_mean_brings_copies_together():
     def body(mesh, case):
         model, _, replicas = ones_model(mesh)
-        model.norm.weight.grad = torch.full((3,), 1.0 + mesh.rank("tp"))
+        model.router_norm.weight.grad = torch.full((3,), 1.0 + mesh.rank("tp"))
         replicas.reduce()
-        return model.norm.weight.grad.tolist(), model.router.weight.grad
+        return model.router_norm.weight.grad.tolist(), model.router.weight.grad
 
     assert on_ranks(3, body) == (([2.0] * 3, None),) * 3
 
@@ -142,7 +184,7 @@ def test_a_rank_without_a_gradient_adds_zeros_to_a_sum():
         if mesh.rank("tp") == 1:
             model.router.weight.grad = torch.tensor([2.0, 3.0])
         replicas.reduce()
-        return model.router.weight.grad.tolist(), model.norm.weight.grad
+        return model.router.weight.grad.tolist(), model.router_norm.weight.grad
 
     assert on_ranks(2, body) == (([2.0, 3.0], None),) * 2
 
@@ -256,8 +298,10 @@ test_rejection = rejected({"tp": 2}, REJECTED)
 def test_a_gradient_that_some_ranks_lack_is_rejected_under_a_mean():
     def body(mesh, case):
         model, _, replicas = ones_model(mesh)
-        model.norm.weight.grad = torch.ones(3) if mesh.rank("tp") else None
-        with pytest.raises(ValueError, match=r"1 of 2 ranks have a gradient of norm.weight; its rule is sum, or none"):
+        model.router_norm.weight.grad = torch.ones(3) if mesh.rank("tp") else None
+        with pytest.raises(
+            ValueError, match=r"1 of 2 ranks have a gradient of router_norm.weight; its rule is sum, or none"
+        ):
             replicas.reduce()
 
     on_ranks(2, body)

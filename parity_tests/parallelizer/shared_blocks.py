@@ -11,9 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, to_cpu
 
-# The weight of each of three blocks and of the head, and which blocks are one module.
+# The weight of each of three blocks and of the head, the shift of each block, and which blocks are one module.
+# "both": the last block shares a parameter with each of two blocks that share none with each other.
 WEIGHTS = {"apart": (0, 1, 2, 3), "module": (0, 1, 0, 3), "weight": (0, 1, 0, 3), "head": (0, 1, 2, 1)}
-MODULES = {"apart": (0, 1, 2), "module": (0, 1, 0), "weight": (0, 1, 2), "head": (0, 1, 2)}
+WEIGHTS["both"] = WEIGHTS["weight"]
+SHIFTS = {**dict.fromkeys(WEIGHTS, (0, 1, 2)), "module": (0, 1, 0), "both": (0, 1, 1)}
+MODULES = {**dict.fromkeys(WEIGHTS, (0, 1, 2)), "module": (0, 1, 0)}
 FROZEN = {"none": (), "first": (0,), "middle": (1,), "whole middle": (1,)}  # weights; of a whole block also its shift
 SCOPES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -57,8 +60,9 @@ class Tower(nn.Module):
         super().__init__()
         parameters = [nn.Parameter(x.clone(), requires_grad=k not in FROZEN[frozen]) for k, x in enumerate(weights)]
         *of_blocks, head = (parameters[k] for k in WEIGHTS[shared])
-        pairs = zip(of_blocks, shifts, strict=True)
-        blocks = [Block(weight, nn.Parameter(shift.clone()), seed is not None) for weight, shift in pairs]
+        of_shifts = [nn.Parameter(x.clone()) for x in shifts]
+        pairs = zip(of_blocks, SHIFTS[shared], strict=True)
+        blocks = [Block(weight, of_shifts[k], seed is not None) for weight, k in pairs]
         blocks[1].shift.requires_grad_(frozen != "whole middle")
         places = [blocks[k] for k in MODULES[shared]]
         end = len(places) if lists == 1 else 2
@@ -105,7 +109,7 @@ def gradients_of_steps(
     for k, parameter in dict(zip(WEIGHTS[shared], holders, strict=True)).items():
         if parameter.grad is not None:
             d_weights[k] = to_cpu(parameter.grad)
-    for k, block in dict(zip(MODULES[shared], model.places, strict=True)).items():
+    for k, block in dict(zip(SHIFTS[shared], model.places, strict=True)).items():
         if block.shift.grad is not None:
             d_shifts[k] = to_cpu(block.shift.grad)
     runs = x.new_tensor(float(sum(block.runs for block in dict.fromkeys(model.places))))

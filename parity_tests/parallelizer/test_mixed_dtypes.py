@@ -17,20 +17,33 @@ from torch_impl.parallelizer import dry_run, fsdp2_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 RARER = {"router", "scale", "head"}  # in a wider dtype than all other parameters
+GAINS = ("gain", "other_gain")  # so are these: a block has more wide parameters, and fewer wide numbers
+
+
+class Gain(nn.Module):
+    """Its input times one number."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, dtype=dtype))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) * self.weight).to(x.dtype)
 
 
 class Block(nn.Module):
-    """x + scale * down(sigmoid(router(x)) * silu(up(x))) with a frozen scale."""
+    """x + scale * other_gain * gain * down(sigmoid(router(x)) * silu(up(x))) with a frozen scale."""
 
     def __init__(self, d, f, dtype, wide):
         super().__init__()
         self.up, self.down = nn.Linear(d, f, bias=False, dtype=dtype), nn.Linear(f, d, bias=False, dtype=dtype)
         self.router = nn.Linear(d, f, bias=False, dtype=wide)
         self.scale = nn.Parameter(torch.ones(d, dtype=wide), requires_grad=False)
+        self.gain, self.other_gain = Gain(wide), Gain(wide)
 
     def forward(self, x):
         gates = self.router(x.to(self.router.weight.dtype)).sigmoid().to(x.dtype)
-        return x + self.scale.to(x.dtype) * self.down(gates * F.silu(self.up(x)))
+        return x + self.scale.to(x.dtype) * self.other_gain(self.gain(self.down(gates * F.silu(self.up(x)))))
 
 
 class Net(nn.Module):
@@ -62,7 +75,7 @@ def net_of(parameters, is_frozen):
 
 
 BLOCK = {name: {"weight": f"{spec} dp_shard=I"} for name, spec in (("up", "f d"), ("router", "f d"), ("down", "d f"))}
-BLOCK["scale"] = "d dp_shard=I"
+BLOCK |= {"scale": "d dp_shard=I", **{name: {"weight": "one dp_shard=I"} for name in GAINS}}
 TREE = {
     "embed": {"weight": "c d dp_shard=I"},
     "blocks": {"0": BLOCK, "1": BLOCK},
@@ -77,10 +90,12 @@ def mean_square(x, parameters, is_frozen, is_cast):
     """
     x = x @ parameters["embed"]["weight"].T
     for number in ("0", "1"):
-        up, router, down = (parameters["blocks"][number][name]["weight"] for name in ("up", "router", "down"))
+        names = "up", "router", "down", *GAINS
+        up, router, down, gain, other = (parameters["blocks"][number][name]["weight"] for name in names)
         router = jax.lax.stop_gradient(router) if is_frozen else router
         scale = jax.lax.stop_gradient(parameters["blocks"][number]["scale"])
-        x = x + scale[None] * ((jax.nn.sigmoid(x @ router.T) * jax.nn.silu(x @ up.T)) @ down.T)
+        y = (jax.nn.sigmoid(x @ router.T) * jax.nn.silu(x @ up.T)) @ down.T
+        x = x + scale[None] * other[None] * gain[None] * y
     of_router = 1.0 if is_frozen and is_cast else 2.0
     widths = jnp.asarray([of_router, of_router, 2.0], x.dtype)
     return jnp.mean((x @ parameters["head"]["weight"].T) ** 2), widths
@@ -101,7 +116,7 @@ def note_widths(net, width):
     mesh={"dp_shard": (1, 2, 3)},
     inputs={"x": "b/dp_shard d", "parameters": TREE},
     outputs=("dp_shard=I", "k dp_shard=I"),
-    dims={"d": (4, 3), "c": "d", "f": (5, 2), "o": (2,), "k": (3,)},
+    dims={"d": (4, 3), "c": "d", "f": (5, 2), "o": (2,), "k": (3,), "one": (1,)},
     draw={name: values("normal") for name in ("x", *(f"parameters.{leaf}" for leaf in flat(TREE)))},
     options={"is_frozen": (False, True), "is_cast": (False, True)},
     rank_options={"resharded": (None, True, False), "recomputed": (False, True), "microbatches": (1, 2)},
@@ -111,9 +126,12 @@ def note_widths(net, width):
     reduction=("b", "d", "f"),
 )
 def step_of_two_dtypes(mesh, x, parameters, is_frozen, is_cast, resharded, recomputed, microbatches):
-    """Routers, scales and head are float64 beside float32, and float32 beside bfloat16."""
+    """Routers, scales, gains and head are float64 beside float32, and float32 beside bfloat16."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-    leaves = {name: w.to(wide if RARER & set(name.split(".")) else w.dtype) for name, w in flat(parameters).items()}
+    wide_names = {*RARER, *GAINS}
+    leaves = {
+        name: w.to(wide if wide_names & set(name.split(".")) else w.dtype) for name, w in flat(parameters).items()
+    }
     numbers, widths = mesh.total("b") * parameters["head"]["weight"].shape[0], {}
 
     def local_loss(*weights):
@@ -153,7 +171,8 @@ def test_a_rarer_dtype_is_a_unit_that_computes_in_it():
         return units, {name: dtypes for name, dtypes in seen.items() if set(dtypes) != {torch.bfloat16}}
 
     units, seen = run(body, CaseSpec("mixed", {"dp_shard": 2})).results[0]
-    assert units == ["", "blocks.0", "blocks.0.router", "blocks.1", "blocks.1.router", "head"]
+    of_blocks = [[f"blocks.{k}{leaf}" for leaf in ("", ".router", ".gain", ".other_gain")] for k in range(2)]
+    assert units == ["", *of_blocks[0], *of_blocks[1], "head"]
     assert seen == dict.fromkeys(("blocks.0.router", "blocks.1.router", "head"), (torch.float32, torch.float32))
 
 
@@ -197,7 +216,8 @@ def test_a_frozen_parameter_may_have_any_dtype():
     def body(mesh, case):
         net = mixed_net()
         for block in net.blocks:
-            block.router.requires_grad_(False)
+            for wide in (block.router, block.gain, block.other_gain):
+                wide.requires_grad_(False)
         fsdp2_strategy_parallelize(net, mesh.device_mesh)
         return [name for name, module in net.named_modules() if isinstance(module, FSDPModule)]
 

@@ -9,6 +9,7 @@ from parity_tests.parallelizer.shared_blocks import (
     MODULES,
     SCALE,
     SCOPES,
+    SHIFTS,
     WEIGHTS,
     drawn_factors,
     gradients_of_steps,
@@ -18,7 +19,7 @@ from shardproof import check_cases, scheme, values
 
 def outputs(weights, shifts, x, shared, seed):
     *of_blocks, head = WEIGHTS[shared]
-    for weight, shift, factor in zip(of_blocks, MODULES[shared], drawn_factors(seed), strict=True):
+    for weight, shift, factor in zip(of_blocks, SHIFTS[shared], drawn_factors(seed), strict=True):
         x = x + jnp.tanh(x @ weights[weight] + shifts[shift][None]) * factor
     return SCALE * x @ weights[head]
 
