@@ -2,8 +2,7 @@
 
 The function rounds the same number, but for the errors of its float32 arithmetic: |error| <= tau. If x - tau and
 x + tau round to one number, the function has stored this number, and no error is left. Otherwise x lies next to the
-middle of two neighbours, and the function may have stored either: the tangent then is their distance, with a random
-sign.
+middle of two neighbours, and the function may have stored either: their distance joins the error, with a random sign.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly
 UNCERTAIN = 8.0  # root mean squares of the error before a number is rounded: `compare.K`
 FLOAT64_BITS = 52  # of the mantissa; `jax_ref.stored` names as many
 
@@ -27,20 +27,26 @@ class Storage:
 
     def rounded(self, xp: Any, x: Any, tangent: Any, signs: Any) -> tuple[Any, Any]:
         """x as it is stored, and the tangent of what may have been stored. `signs` has a row for each direction."""
-        stored = self.nearest(xp, x)
+        stored, step = self._nearest(xp, x)
         if tangent is None:
             return stored, None
-        square = (xp.where(xp.isfinite(tangent), tangent, 0.0) ** 2).mean(0)
-        tau = UNCERTAIN * xp.sqrt(square)
-        distance = self.nearest(xp, x + tau) - self.nearest(xp, x - tau)
-        return stored, signs * xp.where(xp.isfinite(distance), distance, 0.0)[None]
+        tangent = xp.where(xp.isfinite(tangent), tangent, 0.0)
+        tau = UNCERTAIN * xp.sqrt((tangent**2).mean(0))
+        is_certain = self.nearest(xp, x - tau) == self.nearest(xp, x + tau)
+        # Steps are powers of 2. Without a factor of its own for each, two opposite ones would cancel.
+        factors = 1.0 + xp.arange(signs.size).reshape(signs.shape) * GOLDEN % 1.0
+        return stored, xp.where(is_certain[None], 0.0, tangent + signs * factors * step[None])
 
     def nearest(self, xp: Any, x: Any) -> Any:
         """The nearest number of the dtype, ties to even, as if its exponents had no upper end."""
+        return self._nearest(xp, x)[0]
+
+    def _nearest(self, xp: Any, x: Any) -> tuple[Any, Any]:
+        """The nearest number, and the distance to the next one."""
         finite = xp.where(xp.isfinite(x), x, 0.0)
         _, exponent = xp.frexp(finite)  # |x| = m 2^exponent, 1/2 <= m < 1
         step = xp.ldexp(xp.ones_like(finite), xp.maximum(exponent, self.least_exponent + 1) - self.digits)
-        return xp.where(xp.isfinite(x), xp.round(finite / step) * step, x)
+        return xp.where(xp.isfinite(x), xp.round(finite / step) * step, x), step
 
 
 def storage_of(dtype: str) -> Storage | None:
