@@ -21,7 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-NARROWING = ("RMSNorm", "CohereLayerNorm", "Cohere2LayerNorm", "RotaryEmbedding", "TopKRouter", "TopkRouter")
+NARROWING = (
+    *("RMSNorm", "CohereLayerNorm", "Cohere2LayerNorm", "RotaryEmbedding", "TopKRouter", "TopkRouter"),
+    *("RMSNormGated", "GatedDeltaNet", "Mamba2Mixer", "NemotronHForCausalLM"),
+)
 
 
 class Float64Throughout(TorchFunctionMode):
@@ -86,6 +89,42 @@ OWN: dict[str, dict[str, Any]] = {
     "phi3": {"num_hidden_layers": 3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
 }
 
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 14,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**DELTA, **MIXTURE, "head_dim": 8},
+    "qwen3_5_text": {**DELTA, "head_dim": 8},
+    "qwen3_5_moe_text": {**DELTA, **MIXTURE, "head_dim": 8},
+    "olmo_hybrid": DELTA,
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "ssm_state_size": 5,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 4,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "chunk_size": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+        "moe_shared_expert_intermediate_size": 14,
+        "mlp_bias": True,
+    },
+}
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -97,7 +136,7 @@ class Chosen:
 
     @property
     def config(self) -> Any:
-        of_family = dict.fromkeys(WITHOUT_DROPOUT.get(self.family, ()), 0.0) | OWN.get(self.family, {})
+        of_family = dict.fromkeys(WITHOUT_DROPOUT.get(self.family, ()), 0.0) | (OWN | HYBRIDS).get(self.family, {})
         passed = {**SIZES, **of_family, **dict(self.changes), "tie_word_embeddings": self.tied}
         return AutoConfig.for_model(self.family, **passed)
 
@@ -133,6 +172,8 @@ def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
 def model_of(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:
     """The model with the values of `arrays`, `exact`."""
     model = exact(chosen, dtype)
+    if chosen.family in HYBRIDS:
+        model.set_experts_implementation("eager")  # the others have no float64
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(arrays(chosen)[name]))

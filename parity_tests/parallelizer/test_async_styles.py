@@ -114,6 +114,12 @@ def test_heads_of_keys_that_ranks_replicate(recomputed):
     assert judged(chosen, {"dp_shard": 1, "tp": 4}, EVEN, activation_checkpointing=recomputed, **ASYNC) == []
 
 
+@pytest.mark.slow
+def test_compiled_blocks_are_cut_at_their_rings():
+    compiled = {"enable_compile": True, "compile_backend": "aot_eager"}
+    assert judged(configuration("qwen3"), {"dp_shard": 1, "tp": 2}, EVEN, **ASYNC, **compiled) == []
+
+
 def test_one_ring_gathers_for_all_the_products_of_a_layer():
     """Blocks travel once for q, k and v, once for gate and up, and once for each sum; the lookup alone is reduced."""
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -33,6 +34,7 @@ class LayerInput:
         self.products: dict[nn.Module, Tensor] = {}
         self.shard: DTensor | None = None
 
+    @torch.compiler.disable  # a compiled block is cut here, since the compiler does not trace a ring
     def multiply(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
         """Start and end the ring; returns x as a DTensor, which has the size of the full sequence."""
         weights = [local_parameter(module.get_parameter("weight")) for module in self.modules]  # pyright: ignore[reportArgumentType]
@@ -69,6 +71,7 @@ class AsyncColwise(LocalForward):
         applied.forward = partial(self._product, applied, device_mesh)
         return applied
 
+    @torch.compiler.disable
     def _product(self, module: Any, mesh: DeviceMesh, x: DTensor) -> Tensor:
         y = self.layer_input.product(module, x)
         if y is None:
@@ -128,6 +131,7 @@ def _products(x: Tensor, weights: list[Tensor], mesh: DeviceMesh) -> tuple[Tenso
     return all_gather_linears(x, weights, group, [x.shape[SEQUENCE]] * group.size())
 
 
+@torch.compiler.disable
 def _scattered_product(module: Any, mesh: DeviceMesh, x: Tensor) -> Tensor:
     y = linear_reduce_scatter(x, module.weight, mesh.get_group())
     return y if module.bias is None else y + module.bias

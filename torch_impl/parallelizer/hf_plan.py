@@ -106,6 +106,13 @@ TP_PLANS: dict[str, PlanEntries] = {
     # The activation between sharded layers has parameters, so its gradient needs a sum over ranks; transformers 5.23
     # leaves it out.
     "ApertusModel": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    # transformers' plan has the experts alone. A Mamba layer is computed in full by every rank.
+    "NemotronHModel": {
+        **{f"layers.*.mixer.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "up_proj")},
+        **{f"layers.*.mixer.{name}": "rowwise" for name in ("o_proj", "down_proj")},
+        "layers.*.mixer.shared_experts.up_proj": "colwise",
+        "layers.*.mixer.shared_experts.down_proj": "rowwise",
+    },
 }
 # The names under which a model may hold the inner model with the layers.
 INNER_MODELS = ("", "model", "language_model", "model.language_model", "transformer")
