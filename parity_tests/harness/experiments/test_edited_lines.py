@@ -177,6 +177,13 @@ def test_a_factor_without_a_meaning_hides_no_line():
     assert note.startswith(f"{RIGHT_ONCE}{line_of(of_a_third_more, '4.0')} has `")
 
 
+def test_a_tensor_that_is_never_read_takes_the_index_of_its_neighbour():
+    kinds = {"state": "tensor of floats, 1", "totals": "tensor of floats, 1"}
+    whole = ast.parse("state + ends[r]", mode="eval").body
+    tried = alternatives(whole.left, whole, Names(kinds, {}, {}, ("tp",), unread=frozenset({"totals"})))
+    assert "state * totals[r]" in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
+
+
 def of_a_local_length(mesh, x):
     length = len(x)
     return x * torch.tensor(1.0 + length / 3).log()

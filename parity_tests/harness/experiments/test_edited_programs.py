@@ -15,11 +15,13 @@ from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_gather, all_reduce
 
 
-def notes_of(function, reference, inputs, outputs, case, **more):
+def notes_of(function, reference, inputs, outputs, case, kinds=None, **more):
     draw = {name: values("normal") for name in inputs}
     defaults = {"mesh": {"tp": (1, 2, 4)}, "draw": draw, "dtypes": ("float32",)}
     declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
-    report = check_notes(declaration, verify_case(declaration, declaration.case(**case)))
+    drawn = declaration.case(**case)
+    drawn = drawn.replace(values={**drawn.values, **(kinds or {})})
+    report = check_notes(declaration, verify_case(declaration, drawn))
     assert not report.ok and report.failure is None, str(report)
     return {label: [str(note) for note in of_tensor] for label, of_tensor in report.notes.items()}
 
@@ -186,6 +188,28 @@ def test_a_count_over_all_ranks(sizes):
     )  # fmt: skip
     assert any("is over dp, not over all 4 ranks" in note for note in notes["out"])
     assert "(= 1/tp)" in notes["d/d x"][0]
+
+
+def mean_of_masked_means(mesh, x, keep):
+    count = keep.sum().clamp(min=1)
+    mean = (x * keep).sum() / count
+    dist.all_reduce(mean, group=mesh["tp"])
+    return x - mean / mesh.size("tp")
+
+
+def less_the_masked_mean(x, keep):
+    keep = keep.astype(x.dtype)
+    return x - (x * keep).sum() / jnp.maximum(keep.sum(), 1)
+
+
+def test_a_sum_and_a_count_of_each_ranks_own_part():
+    notes = notes_of(
+        mean_of_masked_means, less_the_masked_mean,
+        {"x": "b/tp s", "keep": "b/tp s"}, "b/tp s", {"tp": 2, "b": 4, "s": 5},
+        {"keep": {"kind": "mask", "keep": "half"}}, draw={"x": values("normal"), "keep": mask("s")}, nograd=("x",),
+    )  # fmt: skip
+    lines = [line_of(mean_of_masked_means, word) for word in ("keep.sum", "(x * keep)")]
+    assert notes["out"][0].startswith(f"{RIGHT_ONCE}sum at {lines[0]} and sum at {lines[1]} are over all ranks of tp")
 
 
 def divided_twice(mesh, x):

@@ -157,8 +157,14 @@ def _with_unread(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         if not kind.startswith((*NUMBERS, "tensor of flags")):
             continue
         operators = (ast.Mult(),) if "flags" in kind else (ast.Mult(), ast.Div(), ast.Add(), ast.Sub())
-        for ending in ("", "[..., None]") if kind.startswith("tensor") else ("",):
+        for ending in ("", "[..., None]", *_indices(parent)) if kind.startswith("tensor") else ("",):
             yield from ((LIKELY, ast.BinOp(node, operator, _name(f"{name}{ending}"))) for operator in operators)
+
+
+def _indices(node: ast.AST) -> list[str]:
+    """`[i]` of `x + parts[i]`: a loop may index a tensor that is never read as it does its neighbour."""
+    slices = (each.slice for each in ast.walk(node) if isinstance(each, ast.Subscript))
+    return list(dict.fromkeys(f"[{each.id}]" for each in slices if isinstance(each, ast.Name)))
 
 
 def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternatives:

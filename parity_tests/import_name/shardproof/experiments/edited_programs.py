@@ -40,7 +40,7 @@ from shardproof.verify_one_case import verify_case
 
 MAX_EDITS = 60  # runs of the failing case
 MAX_PER_AXIS = 20  # operations after which a collective over one axis is tried
-MAX_PAIRS = 6  # of statistics that are tried together
+MAX_PAIRS = 6  # of statistics, and of sums, that are tried together
 RIGHT_ONCE = "right once "
 Notes = Mapping[str, tuple[Note, ...]]
 
@@ -153,23 +153,26 @@ def _of_writes(scheme: Declared, report: Report) -> Iterator[Edit]:
 
 
 def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
-    """A collective over an axis after each operation that reduces, after two statistics at once, after any other."""
+    """A collective over an axis after each operation that reduces, after two at once, after any other."""
     operations = _operations(scheme, report)
     single = sorted(operations, key=lambda operation: not operations[operation])[:MAX_PER_AXIS]
     statistics = [operation for operation in single if operation.name in HOW_OF]
-    pairs = list(combinations(statistics, 2))[:MAX_PAIRS]
+    sums = [operation for operation in single if operations[operation] and operation not in statistics]
+    pairs = [pair for alike in (statistics, sums) for pair in islice(combinations(alike, 2), MAX_PAIRS)]
     reducing = [(operation,) for operation in single if operations[operation]]
     others = [(operation,) for operation in single if not operations[operation]]
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
     for together in (*reducing, *pairs, *others):
-        for axis, sums in product(axes, (False,) if together[0].how == "maximum" else (True, False)):
+        for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else (True, False)):
             unequal: set[Operation] = set()
-            mode_of = partial(_combiner, together, axis, unequal, sums)
+            mode_of = partial(_combiner, together, axis, unequal, sums_gradients)
             yield Edit(_words(together, axis), _in_mode(mode_of), partial(unequal.issuperset, together))
 
 
-def _combiner(together: Sequence[Operation], axis: str, unequal: set[Operation], sums: bool, mesh: Any) -> Combiner:
-    return Combiner(together, mesh[axis], unequal, sums_gradients=sums)
+def _combiner(
+    together: Sequence[Operation], axis: str, unequal: set[Operation], sums_gradients: bool, mesh: Any
+) -> Combiner:
+    return Combiner(together, mesh[axis], unequal, sums_gradients=sums_gradients)
 
 
 def _words(together: Sequence[Operation], axis: str) -> str:

@@ -178,15 +178,14 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
     values |= {f"1/{dim}": 1 / size for dim, size in values.items()}
     sizes = [name for name, value in values.items() if _fits(evidence, _times, value)]
     text, weaker = f"off by the constant factor {number_text(factor)}", _claims_of_parts(evidence, _FACTOR)
-    if sizes:
-        claims = {f"factor size {name}": name for name in sizes}
-        text = f"{text} (= {' or '.join(sizes)}, the size of a dim): {MEANING_OF_SIZE}"
-        return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
     roots = {f"sqrt({axis})": ranks**0.5 for axis, ranks in evidence.axes.items() if ranks > 1}
     roots |= {f"1/{name}": 1 / value for name, value in roots.items()}
-    claims = {f"factor {name}": name for name, value in roots.items() if _fits(evidence, _times, value)}
+    of_ranks = {f"factor {name}": name for name, value in roots.items() if _fits(evidence, _times, value)}
+    claims = {f"factor size {name}": name for name in sizes} | of_ranks
     if claims:
-        text = f"{text} (= {' or '.join(claims.values())}): {MEANING_OF_ROOT}"
+        of_dims = "" if of_ranks else ", the size of a dim"
+        meaning = " or ".join(each for each, holds in ((MEANING_OF_SIZE, sizes), (MEANING_OF_ROOT, of_ranks)) if holds)
+        text = f"{text} (= {' or '.join(claims.values())}{of_dims}): {meaning}"
         return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
     return Note(f"{text}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR, weaker)
 
