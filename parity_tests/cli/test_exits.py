@@ -16,11 +16,12 @@ import pytest
 from parity_tests import warm_python
 from parity_tests.specimens.user_files import RIGHT, WRONG, written
 from shardproof.cli import session
-from shardproof.endings.exit_status import INTERNAL, MISMATCH, RANK_FAILED, USAGE
+from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, MISMATCH, RANK_FAILED, USAGE
 from shardproof.report import summary
 from shardproof.report.summary import Outcome, VerifyOptions
 
 LIMIT_S = 600.0
+PATH = os.pathsep.join(entry for entry in sys.path if entry)
 IMPORTS = "import contextlib, ctypes, os, sys, threading\nfrom shardproof import drawn\n"
 
 
@@ -325,3 +326,28 @@ def test_a_function_of_numpy_that_the_file_replaces_gives_no_verdict():
 def test_a_mismatch_outlives_what_the_file_does_to_sys(line):
     status, out, _ = verified(written("wrong.py", f"{line}\n", WRONG), "--mesh", "tp=2", "--examples", "1")
     assert status == MISMATCH and "1 scheme, 1 mismatch, 0 not run." in out
+
+
+def test_what_is_judged_before_an_interrupt_is_printed():
+    stopping = declared("stopping", at="raise KeyboardInterrupt", reference="lambda x: bad(x)")
+    status, out, err = verified(written("stops.py", WRONG, stopping), "--mesh", "tp=2", "--examples", "1")
+    assert (status, err) == (INTERRUPTED, "shardproof: interrupted; what was not printed was not judged\n")
+    assert "MISMATCH" in out and "stopping" not in out
+
+
+def test_a_name_that_the_locale_cannot_write_costs_no_verdict():
+    file = written("named.py", WRONG.replace("wrong", "größe"))
+    ascii_only = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONPATH": PATH}
+    command = [sys.executable, "-m", "shardproof", "verify", file, "--mesh", "tp=2", "--examples", "1"]
+    done = subprocess.run(command, capture_output=True, encoding="ascii", env=ascii_only, check=False)
+    assert done.returncode == MISMATCH and r"gr\xf6\xdfe" in done.stdout, done.stderr
+    [replay] = Path().glob("replay_*.py")
+    assert "größe" in replay.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("call", ["ctypes.CDLL(None)._exit(0)", "__import__('posix')._exit(0)"])
+def test_a_rank_in_the_environment_hides_no_exit(call, monkeypatch):
+    """Other launchers than torchrun set it too, and a command on lockstep is none of their ranks."""
+    monkeypatch.setenv("RANK", "0")
+    status, out, err = verified(written("leaves.py", IMPORTS, declared("leaves", body=call)), "--mesh", "tp=2")
+    assert status == RANK_FAILED and "left with exit code 0" in out + err

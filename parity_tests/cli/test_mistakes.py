@@ -208,6 +208,19 @@ def test_a_number_that_an_option_does_not_take(shardproof, arguments, sentence):
     assert shardproof("verify", *arguments) == (2, "", f"shardproof: {sentence}\n")
 
 
+def test_ids_need_a_vocabulary(shardproof):
+    taken = """
+def taken(mesh, table, ids):
+    return table[ids]
+declare(taken, reference=lambda table, ids: table[ids], inputs={"table": "v tp=R", "ids": "b/tp"},
+        draw={"ids": token_below("v")})
+"""
+    written("ids.py", taken)
+    sentence = "shardproof: scheme 'taken': v=0 leaves no id to draw; give v=1 or more\n"
+    assert shardproof("verify", "ids.py", "--dim", "v=0,b=2") == (2, "", sentence)
+    assert shardproof("verify", "ids.py", "--dim", "v=2,b=2", "--mesh", "tp=1")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -85,8 +85,9 @@ def staged_step(
     `loss_fn`; `groups` shard the batch, as for `valid_count`. Gradients are left in the parameters' `.grad`.
 
     Cost:   the schedule, its layers, and `valid_count`; 1 all_reduce of one int64 per group, and one host read.
-    Errors: TypeError for an argument of another type; ValueError on every rank of the groups if streams differ in
-            length on any rank; ValueError if the number of streams differs from the schedule's micro-batches.
+    Errors: TypeError for an argument of another type; ValueError on every rank of the groups, after 1 all_reduce of
+            one integer over each, if streams differ in length on any rank; ValueError if the number of streams differs
+            from the schedule's micro-batches.
     """
     # 1. Count valid tokens first: each micro-batch divides its loss by the count of the full step.
     _check_lengths(streams, groups)

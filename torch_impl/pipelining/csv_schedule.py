@@ -50,7 +50,7 @@ def write_csv(order: Order, path: str | os.PathLike[str]) -> None:
 
     Errors: TypeError unless order has a list of actions for each rank; OSError for a path that cannot be written.
     """
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(
             [["" if action is None else str(action) for action in actions] for actions in order]
         )

@@ -69,7 +69,8 @@ def sum_tied_gradients_after_each_step(schedule: Any, stages: Sequence[PipelineS
 
     Cost of a step: for each tied weight one send and one receive of one byte on each of its two ranks, and, unless it
     is frozen, of its gradient.
-    Errors of a step: ValueError on both ranks for a tied weight of which one copy is frozen.
+    Errors of a step: ValueError on both ranks, after they have told each other, for a tied weight of which one copy is
+    frozen.
     """
     tied_weights: Sequence[TiedWeight] = getattr(stages[0], "tied_copies", ())
     local_stages = {stage.stage_index: stage for stage in stages}

@@ -115,7 +115,7 @@ def test_a_forked_process_has_no_verdict_of_its_own():
 
 def test_a_thread_ends_no_command_under_a_launcher_with_status_0():
     body = "thread = threading.Thread(target=os._exit, args=(0,))\nthread.start()\nthread.join()"
-    status, _, err = ending(body, RANK="0")
+    status, _, err = ending(body, TORCHELASTIC_RUN_ID="job")
     assert status == RANK_FAILED
     assert re.fullmatch(r"shardproof: os\._exit\(0\) .*ends this process without a verdict\n", err)
 
@@ -278,7 +278,7 @@ def test_an_internal_error_has_a_status_of_its_own():
 
 def test_nothing_is_forked_under_a_launcher():
     body = "print(os.getppid() == int(os.environ['STARTER'])); return 0"
-    assert ending(body, RANK="0", STARTER=str(os.getpid()))[1] == "True\n"
+    assert ending(body, TORCHELASTIC_RUN_ID="job", STARTER=str(os.getpid()))[1] == "True\n"
     assert ending(body, STARTER=str(os.getpid()))[1] == "False\n"
 
 

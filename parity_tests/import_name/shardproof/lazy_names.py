@@ -11,7 +11,7 @@ from typing import Any
 
 def names_in(stub: Path) -> dict[str, tuple[str, str]]:
     """Each name that a stub imports, with its module and its name there."""
-    imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
     return {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
 
 

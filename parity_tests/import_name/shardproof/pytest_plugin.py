@@ -55,8 +55,12 @@ def _has_schemes(file: Path, parent: pytest.Collector) -> bool:
 
 def _mentions_schemes(file: Path) -> bool:
     """Whether a file may declare schemes, in any spelling: `@scheme`, `@shardproof.scheme`, `@sp.scheme`, a call."""
-    text = file.read_text(errors="replace")
+    text = _text(file)
     return OF_A_SCHEME in text or "shardproof" in text
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 class ModuleOfSchemes(pytest.Module):
@@ -82,7 +86,9 @@ class SchemeFile(pytest.File):
         try:
             schemes = declarations_of_file(str(self.path))
         except UnusableTarget as reason:
-            if isinstance(reason, NoScheme) and OF_A_SCHEME not in self.path.read_text(errors="replace"):
+            if isinstance(reason, NoScheme) and OF_A_SCHEME not in self.path.read_text(
+                encoding="utf-8", errors="replace"
+            ):
                 return  # it only uses the package
             raise self.CollectError(str(reason)) from None
         for scheme in schemes:

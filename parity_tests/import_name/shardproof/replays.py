@@ -78,7 +78,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[s
     )
     try:
         with naming(path):
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         path.unlink(missing_ok=True)  # a full disk keeps only the first part
         raise
@@ -119,7 +119,7 @@ def constants_of(file: str | Path) -> dict[str, str]:
         raise ValueError(f"{file}: is a pipe or a device; give a replay file")
     return {
         node.targets[0].id: node.value.value
-        for node in ast.parse(Path(file).read_text(), str(file)).body
+        for node in ast.parse(Path(file).read_text(encoding="utf-8"), str(file)).body
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.Constant)

@@ -251,6 +251,6 @@ def _passes_in_fresh_process(scheme: Declared, report: Report) -> bool:
         environment = os.environ | {"PYTHONPATH": path}
         try:
             subprocess.run(orphans.kept(command), capture_output=True, timeout=FRESH_PROCESS_TIMEOUT_S, env=environment)
-            return json.loads(outcome.read_text())["status"] == 0
+            return json.loads(outcome.read_text(encoding="utf-8"))["status"] == 0
         except (OSError, subprocess.TimeoutExpired, ValueError):
             return False

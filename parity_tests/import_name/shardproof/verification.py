@@ -415,3 +415,6 @@ def with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         return replace(report, replay_error=f"{reason}; shardproof verify --replay-dir DIR writes it elsewhere")
+    except BaseException as error:  # what a function refers to may not be picklable
+        pass_interrupt(error)
+        return replace(report, replay_error=sentence_of(error)[1])

@@ -95,8 +95,8 @@ def gather_token_tensor_by_indices(
 
     Cost:   forward 1 all_gather of the shard, 1 all_gather of the indices, and one host read of these; backward 1
             reduce_scatter, in float32 or wider.
-    Errors: ValueError for a dim that tensor lacks, indices that are not one for each of its rows, and indices that
-            together are not each position once.
+    Errors: ValueError for a dim that tensor lacks, indices that are not one for each of its rows, and, on all ranks
+            after the indices are exchanged, indices that together are not each position once.
     """
     dim = dim_from_front("seq_dim", seq_dim, tensor)
     if cp_mesh is None or cp_mesh.size() == 1:

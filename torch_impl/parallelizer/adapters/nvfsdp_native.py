@@ -147,7 +147,8 @@ def check_after_backward(model: nn.Module, group: ProcessGroup) -> None:
     but the last of an accumulation) is not checked.
 
     Cost:   1 all_reduce of 4 bytes for each backward, and one wait for the device.
-    Errors: FloatingPointError from `backward` on every rank, with the first parameter in the order of names.
+    Errors: FloatingPointError from `backward` on every rank, after their exchange, with the first parameter in the
+            order of names.
     """
     model.register_forward_hook(_GradientCheck(model, group))
 

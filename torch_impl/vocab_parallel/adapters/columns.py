@@ -92,7 +92,8 @@ def vocab_parallel_argmax(
     Cost:   as `distributed_vocab_topk` with k = 1: 1 all_gather of 8 bytes per token (float64: 16) and one number;
             without a range also 1 all_gather of one int64 and one host read.
     Errors: TypeError if tp_group is not a ProcessGroup, or the logits are not floating; ValueError if the range
-            does not fit the shard or lacks an end, chunk_size is below 1, or no rank has a column.
+            does not fit the shard or lacks an end, chunk_size is below 1, or, as the exchange tells, no rank has a
+            column.
     """
     start, end = stated_or_counted_range(vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index)
     _, ids = distributed_vocab_topk(

@@ -18,7 +18,7 @@ def targets(incomplete: str) -> list[str]:
         name
         for folder in component_folders()
         for file in folder.glob("test_*.py")
-        for name in DECLARED.findall(file.read_text())
+        for name in DECLARED.findall(file.read_text(encoding="utf-8"))
     ]
     return _begin(incomplete, [*_files("*.py"), *sorted(declared)])
 

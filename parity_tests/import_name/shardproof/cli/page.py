@@ -105,5 +105,5 @@ def _sentence(text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")
     print(f"{PAGE} written", file=sys.stderr)

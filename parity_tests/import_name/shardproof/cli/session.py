@@ -60,6 +60,14 @@ LONG_S = 60.0
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 
+class Interrupted(KeyboardInterrupt):
+    """Between the first and the last of several schemes; `outcome` has those that are judged."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
 def verify(
     targets: list[str], options: VerifyOptions, first: Collection[str] = (), judged: Callable[[Outcome], object] = id
 ) -> int:
@@ -79,7 +87,12 @@ def verify(
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
     with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
         declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
-        outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache))
+        try:
+            outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache))
+        except Interrupted as stop:
+            if stop.outcome.reports:
+                summary.show(Console(stderr=text_to_stderr), stop.outcome, options)
+            raise
     outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
     judged(outcome)
     outcome.not_run |= {} if targets else discover.left_out()
@@ -153,7 +166,10 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
             bar.update(task, description=scheme.name)
             judged = partial(_one, scheme, options, progress, several=several)
             with _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar):
-                outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
+                try:
+                    outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
+                except KeyboardInterrupt:
+                    raise Interrupted(outcome) from None
             bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break

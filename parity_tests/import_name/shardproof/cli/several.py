@@ -121,7 +121,7 @@ def _serve(connection: Connection, log: str, parent: int) -> None:
     """In a worker: verify schemes until the parent has no more."""
     orphans.tie(parent)
     crash.record(Path(log) / "crash")
-    exits.install(lambda text: Path(log, "noted").write_text(text))
+    exits.install(lambda text: Path(log, "noted").write_text(text, encoding="utf-8"))
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             connection.send(_one(*connection.recv()))

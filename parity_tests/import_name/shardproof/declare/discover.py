@@ -133,7 +133,7 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
         if name:
             found = [declaration_of_file(still(file), name)]
         elif path.is_dir():
-            files = [file for file in python_files(path) if declares(file.read_text(errors="replace"))]
+            files = [file for file in python_files(path) if declares(file)]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
             found = [each for file in files for each in declarations_of_file(still(file))]
@@ -177,7 +177,9 @@ def left_out() -> dict[str, str]:
 
 def _declaring() -> list[Path]:
     files = [file for folder in component_folders() for file in sorted(folder.glob("test_*.py"))]
-    return [file for file in files if "scheme(" in file.read_text()]  # it may be called by a test's own wrapper
+    return [
+        file for file in files if "scheme(" in file.read_text(encoding="utf-8")
+    ]  # it may be called by a test's own wrapper
 
 
 def _needs(file: Path) -> str | None:

@@ -107,8 +107,10 @@ class Draw:
 
     def _ids(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
         picks, size = value["picks"], case.dims[self.dim or ""]
+        if size < 1 and math.prod(shape):
+            raise ValueError(f"{self.dim}={size} leaves no id to draw; give {self.dim}=1 or more")
         borders = value.get("borders") or shard_borders(self.dim or "", case)  # of the case that they were drawn for
-        out = rng.integers(0, max(size, 1), size=math.prod(shape))
+        out = rng.integers(0, max(size, 1), size=math.prod(shape))  # without elements, size may be 0
         for i in range(len(out)):
             shard, place = picks[i % len(picks)]
             if place != "anywhere":

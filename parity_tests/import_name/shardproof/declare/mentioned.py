@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 PACKAGE = "shardproof"
 
 
-def declares(text: str) -> bool:
-    """Whether `scheme` of this package is used, by whatever name it is imported: `@sp.scheme`, `declare(...)`.
+def declares(file: Path) -> bool:
+    """Whether a file uses `scheme` of this package, by whatever name it imports it: `@sp.scheme`, `declare(...)`.
 
-    A text that mentions both and that Python cannot parse does: its import says why.
+    So does one that mentions both and that Python cannot parse: its import says why.
     """
+    text = file.read_text(encoding="utf-8", errors="replace")
     if "@scheme" in text:
         return True
     if "scheme" not in text or PACKAGE not in text:

@@ -121,7 +121,7 @@ def _is_installed(name: str) -> bool:
 def _stored() -> dict[str, Any] | None:
     """The index for these sources, if stored: a record of each scheme, and its pictures by name and sizes."""
     try:
-        index = json.loads(_file().read_text())
+        index = json.loads(_file().read_text(encoding="utf-8"))
         are_records = index["schemes"] and all(isinstance(Entry(**each).key, str) for each in index["schemes"])
         are_texts = all(isinstance(text, str) for each in index["pictures"].values() for text in each.values())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -136,7 +136,7 @@ def _store(index: Callable[[], dict[str, Any]]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             part = Path(folder) / file.name
-            part.write_text(json.dumps(index()))
+            part.write_text(json.dumps(index()), encoding="utf-8")
             os.replace(part, file)
         by_age = sorted(file.parent.glob("schemes-*.json"), key=lambda file: file.stat().st_mtime)
         for old in by_age[:-MAX_FILES]:

@@ -37,7 +37,8 @@ MOST_RANKS = 64
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKS_TO_END = (*PASSED_ON, signal.SIGQUIT)  # any other signal that ends the child is a failure of the child
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
-UNDER_A_LAUNCHER = (AGENT, "RANK")  # which kills processes by their ids itself
+RANK = "RANK"  # set by every launcher, which kills processes by their ids itself, and in many a job's environment
+ENGINE = "torchrun"  # without it in its arguments, a command is no rank of a launcher other than torchrun
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
 TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
@@ -60,7 +61,7 @@ def supervised(call: Callable[[], int | None]) -> int:
     never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
     JAX is loaded, or another thread runs. There, a user's `os._exit` raises nevertheless.
     """
-    is_launched = any(name in os.environ for name in UNDER_A_LAUNCHER)
+    is_launched = AGENT in os.environ or (RANK in os.environ and any(ENGINE in word for word in sys.argv))
     if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
         exits.install_alone()
         if AGENT in os.environ and sys.platform.startswith("linux"):

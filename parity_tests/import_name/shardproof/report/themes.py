@@ -47,7 +47,7 @@ def write(draw: Callable[[], Any], path: Path) -> Path:
         with style.context(["default", WRITTEN | settings]):
             written = io.StringIO()
             draw().savefig(written, format="svg", metadata=NO_METADATA)
-        path_of(path, name).write_text(shortened(written.getvalue()))
+        path_of(path, name).write_text(shortened(written.getvalue()), encoding="utf-8")
     return path
 
 

@@ -89,7 +89,7 @@ def _unreadable(path: Path, error: OSError) -> Damage:
 
 def _write(path: Path, text: str) -> None:
     """Write a file and flush it to the disk, before the next file is written."""
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

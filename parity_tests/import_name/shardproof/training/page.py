@@ -92,7 +92,7 @@ def write(done: Sequence[tuple[Run, Sequence[Judged]]], path: str) -> None:
     count = len({tuple(run.mesh.items()) for run, _ in done})
     head = HEAD.format(count=count, steps=max(run.steps for run, _ in done), stamp=stamp)
     head += f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
-    Path(path).write_text(head + "".join(_line(run, steps) for run, steps in done))
+    Path(path).write_text(head + "".join(_line(run, steps) for run, steps in done), encoding="utf-8")
 
 
 def _line(run: Run, steps: Sequence[Judged]) -> str:
