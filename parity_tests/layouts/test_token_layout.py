@@ -318,7 +318,9 @@ def in_blocks_of(lengths):
 
 
 def in_all_orders(x, y):
-    return (*[x] * 2 * len(DENSE), *[y] * 4)
+    """The last three of x are padding, which each layout knows."""
+    real = jnp.where(jnp.arange(len(x)) < len(x) - 3, x, 0)
+    return (*[real] * len(DENSE), *[x] * len(DENSE), *[y] * 4)
 
 
 @scheme(
@@ -329,12 +331,15 @@ def in_all_orders(x, y):
     dims={"s": (24, 48), "r": (7, 5, 1)},
     layouts={"steep": in_blocks_of(steep_lengths), "ceil": in_blocks_of(ceil_lengths)},
     draw=dict.fromkeys("xy", integers(0, 99)),
+    rank_options={"is_rebound": (False, True)},
 )
-def sharded_by_dense_layouts(mesh, x, y) -> tuple[Row, Row, Row, Row, Row, Row, Row, Row, Row, Row]:
-    """By a layout, and by the positions of this rank."""
+def sharded_by_dense_layouts(mesh, x, y, is_rebound) -> tuple[Row, Row, Row, Row, Row, Row, Row, Row, Row, Row]:
+    """By a layout, which may have been one of a single rank, and by the positions of this rank."""
     n, rank = mesh.size("cp"), mesh.rank("cp")
     ranks, counts = dict(cp_size=n, cp_rank=rank, device=x.device), steep_lengths(len(y), n)
-    shards = [TokenLayout.dense(kind, len(x), real_length=len(x) - 3, **ranks).shard(x, 0) for kind in DENSE]
+    first = ranks | {"cp_size": 1, "cp_rank": 0} if is_rebound else ranks
+    layouts = [TokenLayout.dense(kind, len(x), real_length=len(x) - 3, **first).rebind(n, rank) for kind in DENSE]
+    shards = [layout.shard(x.masked_fill(layout.padding_mask, 0), 0) for layout in layouts]
     shards += [x[layout(len(x), n)[rank]] for layout in (contiguous, striped, dual_chunk_swap)]
     shards += [TokenLayout.dense("ragged", len(y), counts=lengths, **ranks).shard(y, 0) for lengths in (counts, None)]
     return *shards, y[ragged(len(y), n, counts)[rank]], y[ragged(len(y), n)[rank]]

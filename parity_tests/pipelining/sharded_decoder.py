@@ -59,26 +59,29 @@ class Scale(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Ids to logits; every stage needs `rotary_emb`, which has no parameters."""
+    """Ids to logits, or without a head to hidden states; every stage needs `rotary_emb`, which has no parameters."""
 
-    def __init__(self, values, returns_views=False):
+    def __init__(self, values, returns_views=False, has_head=True):
         super().__init__()
         embedding, *layers, norm, head = values
         self.embed_tokens = skip_init(nn.Embedding, *embedding.shape, dtype=embedding.dtype)
         self.rotary_emb = Factor()
         self.layers = nn.ModuleList(Residual(weight, returns_views) for weight in layers)
         self.norm = Scale(norm)
-        self.lm_head = skip_init(nn.Linear, *reversed(head.shape), bias=False, dtype=head.dtype)
+        if has_head:
+            self.lm_head = skip_init(nn.Linear, *reversed(head.shape), bias=False, dtype=head.dtype)
         with torch.no_grad():
             self.embed_tokens.weight.copy_(embedding)
-            self.lm_head.weight.copy_(head)
+            if has_head:
+                self.lm_head.weight.copy_(head)
         self.config = SimpleNamespace(hidden_size=embedding.shape[1], vocab_size=embedding.shape[0])
 
     def forward(self, input_ids=None, inputs_embeds=None, use_cache=None):
         x = self.rotary_emb(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(self.norm(x))
+        x = self.norm(x)
+        return self.lm_head(x) if hasattr(self, "lm_head") else x
 
 
 class Wrapped(nn.Module):

@@ -90,10 +90,15 @@ def ties_in_stages(mesh, token, target, table, layers, norm, tie, steps, name):
     return dict(zip(("loss", "first", "second", "of_layers", "count", "astray"), outputs, strict=True))
 
 
-def of_steps(token, target, embedding, layers, norm, head):
-    """Four steps: two of the whole length, two without its last position; their gradients are added."""
+def of_steps(token, target, embedding, layers, norm, head, has_head):
+    """Four steps: two of the whole length, two without its last position; their gradients are added.
+
+    Without a head hidden states are compared with the first columns of the target.
+    """
+    target = target if has_head else target[:, :, : len(norm)]
 
     def of_weights(embedding, layers, norm, head):
+        head = head if has_head else jnp.eye(len(norm), dtype=norm.dtype)
         whole = loss(token, target, embedding, layers, norm, head, INTO, OUT)
         shorter = loss(token[:, :-1], target[:, :-1], embedding, layers, norm, head, INTO, OUT)
         return 2 * whole + 2 * shorter, jnp.stack([whole, whole, shorter, shorter])
@@ -115,14 +120,16 @@ def of_steps(token, target, embedding, layers, norm, head):
         "token": token_below("v"), **dict.fromkeys(("target", "embedding", "layers", "norm", "head"), values("normal")),
     },
     nograd=("target", "embedding", "layers", "norm", "head"),
+    options={"has_head": (True, False)},
     rank_options={"name": LOOPED},
     dtypes=("float64", "float32"),
     reduction=("b", "s", "v", "d"),
     roundings=40,
 )  # fmt: skip
-def shapes_told_again(mesh, token, target, embedding, layers, norm, head, name):
+def shapes_told_again(mesh, token, target, embedding, layers, norm, head, has_head, name):
     weights = (embedding, *layers.unbind(), norm, head)
-    losses, gradients = tied_decoder.told_again(mesh, name, token, target, weights)
+    target = target if has_head else target[:, :, : len(norm)]
+    losses, gradients = tied_decoder.told_again(mesh, name, token, target, weights, has_head)
     first, *of_layers, of_norm, of_head = (
         gradients.get(leaf, torch.zeros_like(weight)) for leaf, weight in zip(DECODER_NAMES, weights, strict=True)
     )

@@ -135,12 +135,12 @@ def step_of_shared_stages(mesh, name, x, target, weight):
     return sum(losses, weight.new_zeros(())).detach(), layer.weight.grad
 
 
-def told_again(mesh, name, token, target, values):
+def told_again(mesh, name, token, target, values, has_head):
     """Losses and gradients of steps of several shapes: another micro-batch, another length, another dtype.
 
     Layers return views. The first and the last stage are changed, and no other stage.
     """
-    model = Decoder(values, returns_views=True)
+    model = Decoder(values, returns_views=True, has_head=has_head)
     config, dtype = model.config, values[0].dtype
     stages = in_stages(mesh, model, name)
     change_ends(stages)
