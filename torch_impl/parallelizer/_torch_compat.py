@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, placement_types
 
 from torch_impl.contract.derivatives import first_derivative_only
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -159,6 +161,12 @@ def within_budget(budget: float) -> AbstractContextManager[None]:
     if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
         settings["unsafe_treat_script_objects_as_zero_size"] = True
     return _private_function(partitioner, "patch")(**settings)
+
+
+def not_compiled(function: Function) -> Function:
+    """A function that compiled code calls and the compiler does not trace."""
+    disabled: Any = torch.compiler.disable(function)  # torch's annotation loses the arguments of a method
+    return disabled
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

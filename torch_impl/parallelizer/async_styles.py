@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from torch_impl.parallelizer._torch_compat import local_parameter
+from torch_impl.parallelizer._torch_compat import local_parameter, not_compiled
 from torch_impl.parallelizer.async_linear import all_gather_linears, linear_reduce_scatter
 from torch_impl.parallelizer.head_styles import ReplicatedHeads
 from torch_impl.parallelizer.tp_plan import PlanEntry
@@ -34,9 +33,9 @@ class LayerInput:
         self.products: dict[nn.Module, Tensor] = {}
         self.shard: DTensor | None = None
 
-    @torch.compiler.disable  # a compiled block is cut here, since the compiler does not trace a ring
+    @not_compiled  # a compiled block is cut here, since the compiler does not trace a ring
     def multiply(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
-        """Start and end the ring; returns x as a DTensor, which has the size of the full sequence."""
+        """Run the ring; returns x as a DTensor, which has the size of the full sequence."""
         weights = [local_parameter(module.get_parameter("weight")) for module in self.modules]  # pyright: ignore[reportArgumentType]
         self.products = dict(zip(self.modules, _products(x, weights, mesh), strict=True))
         self.shard = DTensor.from_local(x, mesh, [Shard(SEQUENCE)], run_check=False)
@@ -51,7 +50,7 @@ class LayerInput:
 
 
 class AsyncColwise(LocalForward):
-    """A column-wise module at the begin of a layer.
+    """A column-wise module at the beginning of a layer.
 
         input  "... s/tp i"   weight  "o/tp i"   bias  "o/tp"   ->   "... s o/tp"
 
@@ -71,7 +70,7 @@ class AsyncColwise(LocalForward):
         applied.forward = partial(self._product, applied, device_mesh)
         return applied
 
-    @torch.compiler.disable
+    @not_compiled
     def _product(self, module: Any, mesh: DeviceMesh, x: DTensor) -> Tensor:
         y = self.layer_input.product(module, x)
         if y is None:
@@ -131,7 +130,7 @@ def _products(x: Tensor, weights: list[Tensor], mesh: DeviceMesh) -> tuple[Tenso
     return all_gather_linears(x, weights, group, [x.shape[SEQUENCE]] * group.size())
 
 
-@torch.compiler.disable
+@not_compiled
 def _scattered_product(module: Any, mesh: DeviceMesh, x: Tensor) -> Tensor:
     y = linear_reduce_scatter(x, module.weight, mesh.get_group())
     return y if module.bias is None else y + module.bias
