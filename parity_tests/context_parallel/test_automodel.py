@@ -195,8 +195,8 @@ def contiguous_batch(
         if not is_sharded_here:  # as the model does then
             for name, fill in of_model.items():
                 sharded[name], *_ = automodel.shard_sequence_for_cp_contiguous(
-                    cp_mesh, sharded[name], pad_value=fill, pad_multiple=pad_multiple
-                )
+                    cp_mesh, sharded[name].clone(), pad_value=fill, pad_multiple=pad_multiple
+                )  # a copy: one rank would get the caller's own tensor back
     full = sharder.gather_token_tensor(sharded["inputs_embeds"].square(), trim=True)
     tokens = (sharded[name] for name in ("inputs_embeds", "input_ids", "labels", "position_ids", "padding_mask"))
     return *tokens, sharded["groups"], F.pad(full, (0, 0, 0, less))

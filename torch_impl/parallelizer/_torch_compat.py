@@ -165,7 +165,8 @@ def within_budget(budget: float) -> AbstractContextManager[None]:
 
 def not_compiled(function: Function) -> Function:
     """A function that compiled code calls and the compiler does not trace."""
-    disabled: Any = torch.compiler.disable(function)  # torch's annotation loses the arguments of a method
+    # torch.compiler.disable would load the compiler when this module is imported; this one does at the first call.
+    disabled: Any = _private_function(torch, "_disable_dynamo")(function)
     return disabled
 
 
