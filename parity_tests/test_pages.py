@@ -175,7 +175,7 @@ def test_commands_are_such_as_their_programs_read(block):
     [
         ("shardproof verify x.py --egnine gloo", "No such option"),
         ("shardproof verifi x.py", "verifi"),
-        ("shardproof verify x.py --examples none", "valid integer"),
+        ("shardproof verify x.py --examples none", "is not a whole number"),
         ("shardproof verify x.py --engine gloop", "gloop"),
         ("python -m parity_tests.nothing", "no module parity_tests.nothing"),
         ("make everything", "no target 'everything'"),
@@ -258,6 +258,7 @@ def of_a_cost():
 RUN_ELSEWHERE = ("README.md", "docs/index.md", "docs/how-to/quickstart.md")  # by test_readme.py and test_quickstart.py
 # (page, number of its block): values for the block's free names.
 PREPARED = {
+    ("docs/concepts/tolerance-and-budget.md", 0): dict,
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/how-to/random-schemes.md", 0): of_random_schemes,

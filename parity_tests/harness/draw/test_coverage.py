@@ -183,7 +183,10 @@ def mean_over_the_local_count(mesh, logits, labels):
 def test_a_mean_over_the_local_count_is_found(fixed, seed, tmp_path):
     report = verify(mean_over_the_local_count, seed=seed, fixed=fixed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch"
-    cause, factors = report.notes["d/d logits"][:2]
+    line, cause, factors = report.notes["d/d logits"][:3]
+    assert line.startswith("right once cross_entropy at ") and line.endswith(
+        " are over all ranks of cp, not over each rank's own part"
+    )
     assert cause == AVERAGED
     assert factors.startswith("off by a constant factor on each cp rank (")
 

@@ -29,9 +29,9 @@ def traced(monkeypatch):
     def evaluator(closed, has_tangent, compiler_options):
         program = chosen(closed, has_tangent, compiler_options)
 
-        def recorded(arrays, *rest):
+        def recorded(arrays, *rest, **named):
             calls.append((closed, arrays))
-            return program(arrays, *rest)
+            return program(arrays, *rest, **named)
 
         return recorded
 

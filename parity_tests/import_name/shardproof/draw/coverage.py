@@ -201,7 +201,9 @@ class _Search:
 
         def choose(menu: Any) -> Any:
             value = options[next(names)]
-            option_places.append(Choice(next((i for i, item in enumerate(menu) if item == value), 0)))
+            # By type too: False and 0.0 are equal and may be two options.
+            places = (i for i, item in enumerate(menu) if (type(item), item) == (type(value), value))
+            option_places.append(Choice(next(places, 0)))
             return menu[option_places[-1].place]
 
         option_choices(self.scheme, mesh, fits[place[1]], self.given, choose)
