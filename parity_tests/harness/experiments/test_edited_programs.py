@@ -226,6 +226,21 @@ def test_equal_results_of_all_ranks_are_no_parts():
     assert not any("over all ranks" in note for note in notes["out"]), notes["out"]
 
 
+def balance_divided_twice(mesh, x):
+    fraction = all_reduce((x > 0).to(x.dtype).mean(0), mesh["tp"]) / mesh.size("tp")
+    mean = all_reduce(x.mean(0), mesh["tp"]) / mesh.size("tp")
+    return x + (fraction * mean).sum() / mesh.size("tp")
+
+
+def test_a_missing_factor_is_no_part_of_other_ranks():
+    """The result of `fraction * mean` is the same on all ranks, the comparison before it is not."""
+    notes = notes_of(
+        balance_divided_twice, lambda x: x + ((x > 0).astype(x.dtype).mean(0) * x.mean(0)).sum(), {"x": "b/tp v"},
+        "b/tp v", {"tp": 2, "b": 4, "v": 3}, nograd=("x",),
+    )  # fmt: skip
+    assert not any("over all ranks" in note for note in notes["out"]), notes["out"]
+
+
 def third_too_large(mesh, x):
     return 4.0 / 3.0 * all_reduce(x.sum(), mesh["tp"])
 

@@ -106,16 +106,16 @@ class Writer(_Mode):
 class Combiner(_Mode):
     """Combines the ranks' results of some operations, each in its own way; `sums_gradients` is a sum's backward.
 
-    The operations with results that differ between ranks are added to `unequal`: a sum of equal ones is their multiple,
-    and says nothing of the ranks' own parts.
+    With `of_equal_ranks` it takes this rank's result for the result of every rank. A run that this mends lacks a
+    factor, and not the parts of other ranks.
     """
 
     def __init__(
-        self, edited: Sequence[Operation], group: Any, unequal: set[Operation], *, sums_gradients: bool
+        self, edited: Sequence[Operation], group: Any, *, sums_gradients: bool, of_equal_ranks: bool = False
     ) -> None:
         super().__init__()
         self._edited, self._group, self._sums_gradients = edited, group, sums_gradients
-        self._unequal = unequal
+        self._of_equal_ranks = of_equal_ranks
         self._ways: dict[str, Callable[[Tensor], Tensor]] = {
             "maximum": self._maximum,
             "mean": self._mean,
@@ -131,8 +131,6 @@ class Combiner(_Mode):
         value = _value_of(result)
         if value is None:
             return result
-        if not torch.equal(self._extreme(value, dist.ReduceOp.MAX), self._extreme(value, dist.ReduceOp.MIN)):
-            self._unequal.add(operation)
         if operation.how == "variance":
             return self._variance(func, args, kwargs)
         if operation.how in self._ways:
@@ -143,22 +141,26 @@ class Combiner(_Mode):
         return combined if value is result else type(result)((combined, *result[1:]))
 
     def _sum(self, value: Tensor) -> Tensor:
+        if self._of_equal_ranks:
+            multiple = value * dist.get_world_size(self._group)
+            return multiple if self._sums_gradients else value + (multiple - value).detach()
         return _Sum.apply(value, self._group, self._sums_gradients)
 
     def _mean(self, value: Tensor) -> Tensor:
         return self._sum(value) / dist.get_world_size(self._group)
 
-    def _extreme(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> Tensor:
+    def _greatest(self, value: Tensor) -> Tensor:
         total = value.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op, group=self._group)
+        if not self._of_equal_ranks:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=self._group)
         return total
 
     def _maximum(self, value: Tensor) -> Tensor:
-        total = self._extreme(value)
+        total = self._greatest(value)
         return torch.where(value.detach() == total, value, total)
 
     def _logsumexp(self, value: Tensor) -> Tensor:
-        shift = self._extreme(value).nan_to_num(neginf=0.0)
+        shift = self._greatest(value).nan_to_num(neginf=0.0)
         return self._sum((value - shift).exp()).log() + shift
 
     def _along(self, how: str, value: Tensor, x: Tensor, dim: int, *, is_log: bool) -> Tensor:

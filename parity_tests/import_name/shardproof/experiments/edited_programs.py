@@ -47,11 +47,14 @@ Notes = Mapping[str, tuple[Note, ...]]
 
 @dataclass(frozen=True)
 class Edit:
-    """Words for what is right, and the wrapper that makes a program so; runs may show that the words do not apply."""
+    """Words for what is right, and the wrapper that makes a program so.
+
+    Where another wrapper, the `control`, makes it right too, the words do not apply.
+    """
 
     words: str
     wrap: Callable[[Program], Callable[..., Any]]
-    applies: Callable[[], bool] = lambda: True
+    control: Callable[[Program], Callable[..., Any]] | None = None
 
 
 def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], notes: Notes) -> dict[str, Any]:
@@ -99,9 +102,12 @@ def _fails_on_one_rank(scheme: Declared, report: Report) -> bool:
 def _that_mend(scheme: Declared, report: Report, others: Sequence[CaseSpec], edits: Iterable[Edit]) -> Iterator[Edit]:
     """The edits with which all tensors of all these cases are right."""
     failing = JudgedCase.of(scheme, report.case)
+
+    def mends(wrap: Callable[[Program], Callable[..., Any]]) -> bool:
+        return failing.is_right(scheme, wrap) and all(map(_is_right, cases.reports(scheme, others, wrap)))
+
     for edit in edits:
-        mends = failing.is_right(scheme, edit.wrap) and all(map(_is_right, cases.reports(scheme, others, edit.wrap)))
-        if mends and edit.applies():
+        if mends(edit.wrap) and not (edit.control and mends(edit.control)):
             yield edit
 
 
@@ -164,15 +170,17 @@ def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
     for together in (*reducing, *pairs, *others):
         for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else (True, False)):
-            unequal: set[Operation] = set()
-            mode_of = partial(_combiner, together, axis, unequal, sums_gradients)
-            yield Edit(_words(together, axis), _in_mode(mode_of), partial(unequal.issuperset, together))
+            of_ranks, control = (
+                _in_mode(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
+                for of_equal_ranks in (False, True)
+            )
+            yield Edit(_words(together, axis), of_ranks, control)
 
 
 def _combiner(
-    together: Sequence[Operation], axis: str, unequal: set[Operation], sums_gradients: bool, mesh: Any
+    together: Sequence[Operation], axis: str, sums_gradients: bool, of_equal_ranks: bool, mesh: Any
 ) -> Combiner:
-    return Combiner(together, mesh[axis], unequal, sums_gradients=sums_gradients)
+    return Combiner(together, mesh[axis], sums_gradients=sums_gradients, of_equal_ranks=of_equal_ranks)
 
 
 def _words(together: Sequence[Operation], axis: str) -> str:
