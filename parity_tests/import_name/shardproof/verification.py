@@ -284,25 +284,28 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
 
 
 def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:
-    """NothingCompared if every value of a tensor is smaller than its budget, so that zeros would be right too.
+    """NothingCompared if all values of an output, or of all gradients, are smaller than their budgets.
 
-    A value that is 0 but for the rounding of the reference's float64 is an exception: zeros are right.
+    Zeros would be right too. A value that is 0 but for the rounding of the reference's float64 is an exception: zeros
+    are right. A single gradient may have no such value in a few examples, as in a deep model with large inputs.
     """
-    largest: dict[str, str] = {}
+    largest: dict[str, tuple[str, str]] = {}  # by label: what it is judged with, and the sentence on its budget
     powerful: set[str] = set()
     for report in reports:
         rounding = UNIT_ROUNDOFF["float64"] / accumulator_roundoff(report.case.dtype)  # of a budget in float32
         for tensor in report.tensors:
             size, budget = np.abs(tensor.want), tensor.element_budgets
+            judged_with = tensor.label if tensor.role == "output" else "gradients"
             if not (np.isfinite(size) & np.isfinite(budget) & (size <= budget)).all():
-                powerful.add(tensor.label)
+                powerful.add(judged_with)
             elif size.size and size.max() > rounding * budget.max():
-                largest[tensor.label] = f"{budget.max():.1e} for values up to {size.max():.1e}"
-    for label in [each for each in largest if each not in powerful]:
-        raise NothingCompared(
-            f"scheme '{scheme.name}': the budget of {label} is {largest[label]}, and never below a value: "
-            "zeros would be accepted too; write the reference without large numbers that cancel"
-        )
+                largest[tensor.label] = judged_with, f"{budget.max():.1e} for values up to {size.max():.1e}"
+    for label, (judged_with, sizes_of_both) in largest.items():
+        if judged_with not in powerful:
+            raise NothingCompared(
+                f"scheme '{scheme.name}': the budget of {label} is {sizes_of_both}, and never below a value: "
+                "zeros would be accepted too; write the reference without large numbers that cancel"
+            )
 
 
 def _ends(report: Report) -> bool:
