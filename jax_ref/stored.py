@@ -7,7 +7,7 @@ EXPONENT_BITS, MANTISSA_BITS = 11, 52  # of float64, so that no number changes
 
 
 def stored(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x, which the function stores in the dtype of its tensors, and whose gradient it stores likewise.
+    """Mark x, and its gradient, as stored in the dtype of the function's tensors; returns x.
 
     The mathematics is the identity. Where a scheme promises `sums="float32"` and a 16-bit dtype is tested, the
     verification rounds x and its gradient here, and nothing else before the results.

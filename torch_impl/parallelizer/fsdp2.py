@@ -63,7 +63,7 @@ class PlanOrPathKind(PlanKind):
 
 
 class CheckpointingKind:
-    """The part of a block that is recomputed: nothing, everything, a selection, or what a budget leaves."""
+    """The part of a block that is recomputed: nothing, everything, a selection, or all beyond a memory budget."""
 
     def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or value in ("full", "selective", BUDGET):

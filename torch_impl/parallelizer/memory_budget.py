@@ -19,7 +19,7 @@ import torch
 from torch_impl.contract import Rejected
 from torch_impl.parallelizer._torch_compat import lookup_backend, within_budget
 
-# Others run the block as it is, or save what autograd saves.
+# Other backends do not partition a block: they save all that autograd saves.
 PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 ATTENTION, DROPOUT = "scaled_dot_product_attention", 4  # its name, and the place of its dropout

@@ -227,7 +227,7 @@ def scheme(
 
 
 def _module_being_imported() -> str | None:
-    """The module whose lines run now, and not those of a function that is called after the import."""
+    """The module that is being imported; None in a function that is called after its import."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back

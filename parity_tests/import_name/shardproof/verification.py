@@ -265,7 +265,7 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
             f"scheme '{scheme.name}': every tensor is empty at {sizes(reports[-1].case)}; nothing was compared"
         )
     compared: set[str] = set()
-    without: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}  # the references of tensors of which nothing is
+    without: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}  # references of tensors with nothing to compare
     for report in reports:
         if not any(has_infinities(value) for value in report.case.values.values()):
             for tensor in report.tensors:
@@ -289,7 +289,7 @@ def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:
     Zeros would be right too. A value that is 0 but for the rounding of the reference's float64 is an exception: zeros
     are right. A single gradient may have no such value in a few examples, as in a deep model with large inputs.
     """
-    largest: dict[str, tuple[str, str]] = {}  # by label: what it is judged with, and the sentence on its budget
+    largest: dict[str, tuple[str, str]] = {}  # by label: the group that it is judged in, and its budget
     powerful: set[str] = set()
     for report in reports:
         rounding = UNIT_ROUNDOFF["float64"] / accumulator_roundoff(report.case.dtype)  # of a budget in float32
@@ -418,6 +418,6 @@ def with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         return replace(report, replay_error=f"{reason}; shardproof verify --replay-dir DIR writes it elsewhere")
-    except BaseException as error:  # what a function refers to may not be picklable
+    except BaseException as error:  # an object that the function refers to may not be picklable
         pass_interrupt(error)
         return replace(report, replay_error=sentence_of(error)[1])

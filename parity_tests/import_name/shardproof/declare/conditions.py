@@ -64,7 +64,7 @@ NOT_ALWAYS_PROMISED = (
     *("overwritten", "autocast", "second_derivative"),
 )
 COTANGENT = "cotangent "
-EXCLUDED = "EXCLUDED_CONDITIONS"  # a module or a package says by this name what all its schemes exclude
+EXCLUDED = "EXCLUDED_CONDITIONS"  # a module or package lists by this name the conditions that all its schemes exclude
 # Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few are
 # differentiated twice, and torch's own operations follow autocast.
 EXCLUDED_BY_DEFAULT = ("inference_mode", "overwritten", "autocast", "second_derivative")

@@ -153,7 +153,7 @@ class Declared:
     random: bool
     file: str
     line: int
-    declared_by: str | None  # the module whose import declares it; None in a function that is called later
+    declared_by: str | None  # the module that declares it at import; None in a function that is called later
     setup: Callable[[Any], Any] | None = None  # `setup(mesh)`, called once per rank and mesh
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # `around(mesh)`, for forward and backward
     module: str | None = None  # the input tree that holds the parameters of the returned module

@@ -56,7 +56,7 @@ def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
 
 
 def declaring_file(scheme: Declared) -> str:
-    """The file whose import declares a scheme, which may be of a function of another file."""
+    """The file that declares a scheme; its function may be defined in another file."""
     return getattr(sys.modules.get(scheme.declared_by or ""), "__file__", None) or scheme.file
 
 
@@ -177,9 +177,8 @@ def left_out() -> dict[str, str]:
 
 def _declaring() -> list[Path]:
     files = [file for folder in component_folders() for file in sorted(folder.glob("test_*.py"))]
-    return [
-        file for file in files if "scheme(" in file.read_text(encoding="utf-8")
-    ]  # it may be called by a test's own wrapper
+    # A test's own wrapper may call `scheme(`, so that `declares` would miss it.
+    return [file for file in files if "scheme(" in file.read_text(encoding="utf-8")]
 
 
 def _needs(file: Path) -> str | None:

@@ -39,7 +39,7 @@ def long_case(scheme: Declared, fixed: Mapping[str, Any], seed: int) -> CaseSpec
 
 
 def _order(mesh: Mapping[str, int]) -> tuple[bool, int, bool, int]:
-    """Two to six ranks come first, on as many axes as possible; an axis of three, whose mean is rounded."""
+    """Two to six ranks come first, on as many axes as possible, one of them of three: a mean over three is rounded."""
     world, sizes = math.prod(mesh.values()), list(mesh.values())
     return world not in range(2, 7), sizes.count(1), 3 not in sizes, world
 

@@ -47,9 +47,9 @@ Notes = Mapping[str, tuple[Note, ...]]
 
 @dataclass(frozen=True)
 class Edit:
-    """Words for what is right, and the wrapper that makes a program so.
+    """The words that name an edit, and the wrapper that makes it in a program.
 
-    Where another wrapper, the `control`, makes it right too, the words do not apply.
+    If the `control`, another wrapper, makes the program right too, the words do not apply.
     """
 
     words: str

@@ -136,7 +136,7 @@ def clamped(equation: Any) -> Callable[..., Any]:
 
 
 def of_storage(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """`jax_ref.stored` is the identity; rounding.py rounds what it marks. Errors: NoRule, for another precision."""
+    """The rule of `jax_ref.stored`: the identity; rounding.py rounds. Errors: NoRule for another precision."""
     if not is_stored(equation):
         raise NoRule(f"{equation.primitive.name} to {equation.params['mantissa_bits']} bits")
     return linear(same)(equation, has_tangent, nested)

@@ -26,7 +26,7 @@ class Storage:
     least_exponent: int
 
     def rounded(self, xp: Any, x: Any, tangent: Any, signs: Any) -> tuple[Any, Any]:
-        """x as it is stored, and the tangent of what may have been stored. `signs` has a row for each direction."""
+        """The stored x, and the tangent of its error. `signs` has a row for each direction."""
         stored, step = self._nearest(xp, x)
         if tangent is None:
             return stored, None
@@ -50,7 +50,7 @@ class Storage:
 
 
 def storage_of(dtype: str) -> Storage | None:
-    """The storage of a dtype narrower than its sums; None for float32 and float64, whose sums round as often."""
+    """The storage of a 16-bit dtype; None for float32 and float64, whose sums are no wider."""
     info = torch.finfo(getattr(torch, dtype))
     if info.bits > 16:
         return None
