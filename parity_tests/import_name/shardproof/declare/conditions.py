@@ -137,7 +137,7 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
 
 
 def _difference(record: Mapping[str, Any], case: CaseSpec) -> str:
-    """In what another call differs from the case, beside its values: `other sizes`, `chunk_size=4`."""
+    """The differences of another call from the case, beside its values: `other sizes`, `chunk_size=4`."""
     if record["dims"] != case.dims:
         return "other sizes"
     if record.get("dtype", case.dtype) != case.dtype:
