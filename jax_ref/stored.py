@@ -11,6 +11,6 @@ def stored(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
     The mathematics is the identity. Where a scheme promises `sums="float32"` and a 16-bit dtype is tested, the
     verification rounds x and its gradient here, and nothing else before the results.
-    Inside a loop or a branch of JAX (`lax.scan`, `lax.cond`) it rounds nothing.
+    Inside a loop or a branch of JAX (`lax.scan`, `lax.cond`) it is rejected.
     """
     return jax.lax.reduce_precision(x, EXPONENT_BITS, MANTISSA_BITS)

@@ -375,6 +375,11 @@ REJECTED = [
         "context_parallel.shard_batch_contiguous: extra_pad_values['groups']=0.5 is not a value of int64",
     ),
     (
+        "dim of an entry",
+        lambda m: blocks_of(m, groups=X, extra_seq_keys={"groups": 7}),
+        "context_parallel.shard_batch_contiguous: extra_seq_keys['groups']=7 is outside a tensor of 2 dims",
+    ),
+    (
         "length of an entry",
         lambda m: blocks_of(m, groups=X, extra_seq_keys={"groups": 0}),
         "context_parallel.shard_batch_contiguous: groups has 2 positions along dim 0, the rows have 8; name the dim of "

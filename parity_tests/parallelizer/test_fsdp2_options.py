@@ -76,7 +76,11 @@ def test_each_scope_recomputes_its_blocks_and_changes_no_bit():
 @pytest.mark.parametrize(
     ("switches", "kind", "message"),
     [
-        ({"activation_checkpointing": "some"}, ValueError, "activation_checkpointing='some' is a str; pass True or"),
+        (
+            {"activation_checkpointing": "some"},
+            ValueError,
+            "activation_checkpointing='some' is not known; pass True or",
+        ),
         ({"activation_checkpointing": 2}, TypeError, "activation_checkpointing=2 is an int; pass True or False"),
         ({"selective_ac_option": 0}, ValueError, "selective_ac_option=0 must be at least 1"),
         ({"selective_ac_option": "ops"}, TypeError, "selective_ac_option='ops' is a str; pass 'op', n for each n-th"),

@@ -35,6 +35,7 @@ FUNCTION = "context_parallel.batch"
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "loss_mask", "padding_mask")
 FILLS = {"labels": -100, "padding_mask": True}  # input_ids are padded by the caller's id, all else by 0
 PRIMARY = ("input_ids", "inputs_embeds")
+BUFFERS = "extra_seq_buffers"  # the argument with sequence dims of further entries, unless the caller has another
 NONE = -1000  # marks an unused slot in a table of lengths
 
 
@@ -251,17 +252,18 @@ def padded_rows(
     multiple: int,
     fills: Mapping[str, float],
     seq_dims: Mapping[str, int],
+    argument: str = BUFFERS,
 ) -> PaddedRows:
     """A new batch of new tensors, padded to a `multiple` of positions, with positions and without attention mask.
 
     An entry is padded by its value in `fills`, labels by -100, masks by True, all others by 0. `seq_dims` are the
-    sequence dims of entries that are not [b, s, ...].
+    sequence dims of entries that are not [b, s, ...]; errors name the caller's `argument` for them.
 
     Errors: Rejected as `make_cp_batch_and_ctx`.
     """
     shape = _shape(batch)
     more = -shape[1] % multiple
-    extra = _extra_dims(batch, seq_dims, shape[1])
+    extra = _extra_dims(batch, seq_dims, shape[1], argument)
     full, masked = _full_batch(batch, loss_mask, shape, more, _device(batch))
     found = {name: extra[name] if name in extra else _dim(name, x, shape) for name, x in full.items()}
     dims = {name: dim for name, dim in found.items() if dim is not None}
@@ -273,14 +275,16 @@ def padded_rows(
     return PaddedRows({**full, **padded}, dims, shape, shape[1] + more, masked, is_restarting)
 
 
-def _extra_dims(batch: dict[str, Any], seq_dims: Mapping[str, int], size: int) -> dict[str, int]:
+def _extra_dims(
+    batch: dict[str, Any], seq_dims: Mapping[str, int], size: int, argument: str = BUFFERS
+) -> dict[str, int]:
     """The sequence dims of the extra entries, counted from the front; ValueError unless each has length `size`."""
     dims = {}
     for name, dim in seq_dims.items():
         if name not in batch:
-            raise Rejected(f"extra_seq_buffers names {name!r}; the batch has {', '.join(batch)}")
+            raise Rejected(f"{argument} names {name!r}; the batch has {', '.join(batch)}")
         x = require_tensor(name, batch[name])
-        dims[name] = dim_from_front(f"extra_seq_buffers[{name!r}]", dim, x)
+        dims[name] = dim_from_front(f"{argument}[{name!r}]", dim, x)
         if x.shape[dims[name]] != size:
             length = f"{name} has {x.shape[dims[name]]} positions along dim {dim}, the rows have {size}"
             raise Rejected(f"{length}; name the dim of its sequence")

@@ -68,8 +68,10 @@ class CheckpointingKind:
     def problem(self, value: Any) -> str | None:
         if isinstance(value, bool) or value in ("full", "selective", BUDGET):
             return None
-        problem = f"={value!r} is {type_name(value)}; pass True or False, 'full', 'selective' or {BUDGET!r}"
-        return problem if isinstance(value, str) else TypeProblem(problem)
+        choices = f"pass True or False, 'full', 'selective' or {BUDGET!r}"
+        if isinstance(value, str):
+            return f"={value!r} is not known; {choices}"
+        return TypeProblem(f"={value!r} is {type_name(value)}; {choices}")
 
 
 class ScopesKind:

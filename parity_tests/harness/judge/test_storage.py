@@ -94,3 +94,21 @@ def test_a_budget_of_two_roundings_hides_it():
 
 def test_without_a_mark_nothing_may_be_stored(tmp_path):
     assert verify(declared(in_float32, unmarked, sums="float32"), replay_folder=str(tmp_path)).verdict == "mismatch"
+
+
+def in_a_loop(x):
+    return jax.lax.scan(lambda total, row: (total, stored(row)), 0.0, x)[1]
+
+
+def in_a_branch(x):
+    return jax.lax.cond(x.sum() > 0, lambda x: jax.jit(stored)(x), lambda x: x, x)
+
+
+@pytest.mark.parametrize(("reference", "name"), [(in_a_loop, "scan"), (in_a_branch, "cond")])
+def test_a_mark_that_would_round_nothing_is_rejected(reference, name):
+    marked = scheme(
+        reference=reference, mesh={"tp": (1,)}, inputs={"x": "b v"}, outputs="b v", draw={"x": values("normal")},
+        dtypes=("bfloat16",), sums="float32",
+    )(lambda mesh, x: x.clone())  # fmt: skip
+    with pytest.raises(Exception, match=rf"stored\(\) inside {name} would round nothing"):
+        verify(marked, examples=2)

@@ -371,7 +371,7 @@ def shard_batch_contiguous(
     cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
     multiple = _block_multiple(cp_size, pad_multiple)
     dims = {name: dim for name, dim in keys.items() if name in batch}
-    rows = padded_rows(batch, loss_mask, multiple, {**fills, "input_ids": padding_token_id}, dims)
+    rows = padded_rows(batch, loss_mask, multiple, {**fills, "input_ids": padding_token_id}, dims, "extra_seq_keys")
     device = rows.entries["position_ids"].device
     tokens = TokenLayout.dense(
         "contiguous", rows.length, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=rows.shape[1]

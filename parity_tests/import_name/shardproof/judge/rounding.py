@@ -23,7 +23,7 @@ import numpy as np
 
 from shardproof.judge.primitives import numpy_rule
 from shardproof.judge.step import NoRule, Rule, by_jax, is_floating
-from shardproof.judge.storage import Storage, is_stored
+from shardproof.judge.storage import Storage, check_storage, is_stored
 
 # Operations that permute or select numbers and are therefore exact.
 EXACT = frozenset(
@@ -109,6 +109,7 @@ class Trace:
                 body, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
                 results = self._inline(body, constants, operands)
             else:
+                check_storage(equation)
                 results = [self._index(var.aval) for var in equation.outvars]
                 numbers = tuple(self._number(equation.primitive.name, var.aval) for var in equation.outvars)
                 self.operations.append(Operation(equation, tuple(operands), tuple(results), numbers))

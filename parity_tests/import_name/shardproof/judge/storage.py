@@ -7,6 +7,7 @@ middle of two neighbours, and the function may have stored either: their distanc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +61,29 @@ def storage_of(dtype: str) -> Storage | None:
 def is_stored(equation: Any) -> bool:
     """Whether a traced operation is `jax_ref.stored`."""
     return equation.primitive.name == "reduce_precision" and equation.params["mantissa_bits"] == FLOAT64_BITS
+
+
+def check_storage(equation: Any) -> None:
+    """ValueError if a loop or a branch has numbers that are stored: only operations outside of them are rounded."""
+    if any(is_stored(inner) for body in _bodies(equation) for inner in _equations(body)):
+        name = equation.primitive.name
+        raise ValueError(
+            f"stored() inside {name} would round nothing; write the loop or branch out, or mark its result"
+        )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The operations of a traced function, and of the functions inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in _bodies(equation):
+            yield from _equations(body)
+
+
+def _bodies(equation: Any) -> Iterator[Any]:
+    """The functions that an operation calls, such as the body of a loop."""
+    for value in equation.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            body = getattr(each, "jaxpr", each)
+            if hasattr(body, "eqns"):
+                yield body
