@@ -114,7 +114,6 @@ def _sizes(topic: str, dtype: str) -> str:
 
 def _compared(topic: str, dtype: str, ranks: list[Mapping[str, Any]]) -> Iterator[Figure]:
     """One figure for each arm: its error in budgets, its collectives, memory and time, over ours round by round."""
-    baseline = _slowest(ranks, "ours", "cpu")
     checked = " ".join(f"{name}={size}" for name, size in TOPICS[topic][1].items())
     how = (
         f"{_sizes(topic, dtype)}; median (least to greatest); error, collectives, bytes and memory at {checked}; "
@@ -128,7 +127,7 @@ def _compared(topic: str, dtype: str, ranks: list[Mapping[str, Any]]) -> Iterato
             yield Figure(title, "-", ranks[0][name]["missing"], None, how)
             continue
         ratio = max(rank[name]["ratio"] for rank in ranks)
-        over = [theirs / ours for theirs, ours in zip(_slowest(ranks, name, "cpu"), baseline, strict=True)]
+        over = [a / b for a, b in zip(_slowest(ranks, name, "cpu"), _slowest(ranks, "ours", "cpu"), strict=True)]
         measured = f"error {ratio:.2g} budgets; {_sent(ranks[0][name])}; {_times(topic, ranks, name)}"
         measured += "" if name == "ours" else f"; {spread(over)} times ours"
         measured += NOTES.get((topic, name), "")

@@ -59,6 +59,11 @@ def test_a_missing_library_is_not_run(monkeypatch):
     assert figures(**{"megatron-core": {"missing": reason}})["logprob, float32: megatron-core"].measured == reason
 
 
+def test_arms_that_a_cpu_cannot_time_are_not_run():
+    found = figures(**{name: {"missing": "not run: x"} for name in ("ours", "megatron-core")})
+    assert {(figure.measured, figure.is_met) for figure in found.values()} == {("not run: x", None)}
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_arm_that_returns_nan_is_not_timed(which):
     arrays = {f"{name} {i}": torch.ones(3) for name in ("want", "budget") for i in (0, 1)}
