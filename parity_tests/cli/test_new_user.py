@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, WRONG, written
 from shardproof.cli import session
 from shardproof.declare import discover
 from shardproof.engines.failure import Raised
@@ -96,7 +96,7 @@ def shown(outcome, **of_console):
 def outcome_of_long_names(tmp_path_factory):
     longer = [RENAMED.format(name=f"{LONG}_{factor}", factor=factor) for factor in (2, 3)]
     file = tmp_path_factory.mktemp("narrow") / "narrow.py"
-    written(str(file), *longer, UNUSABLE)
+    written(str(file), *longer, UNUSABLE, **LOCKSTEP)
     return session.run(discover.schemes_of_file(str(file)), session.VerifyOptions(examples=4, quiet=True))
 
 
@@ -136,7 +136,7 @@ def test_a_file_gets_the_columns_that_fit_into_80(shardproof, monkeypatch):
 
 
 def test_the_count_of_examples_leaves_out_shrinking_steps(shardproof):
-    written("late.py", LATE)
+    written("late.py", LATE, **LOCKSTEP)
     _, out, _ = shardproof("verify", "late.py", "--examples", "8", "--json", "out.json")
     (report,) = json.loads(Path("out.json").read_text())["reports"]
     assert report["examples"] <= 8 < report["examples"] + report["shrinking_steps"]
