@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from parity_tests import warm_python
-from parity_tests.specimens.user_files import LOCKSTEP, RAISING, RIGHT, SCALED, WRONG, written
+from parity_tests.specimens.user_files import LOCKSTEP, RAISING, RIGHT, SCALED, TIMES_RANKS, WRONG, written
 from shardproof.cli import session
 from shardproof.declare.discover import schemes_of_file
 from shardproof.draw import profiles
@@ -65,7 +65,8 @@ def test_1_a_mismatch(shardproof):
 
 
 def test_3_a_rank_that_fails_is_worse_than_a_mismatch(shardproof):
-    status, out, _ = shardproof("verify", written("raises.py", RAISING, WRONG, RIGHT, **LOCKSTEP), "--examples", "2")
+    file = written("raises.py", RAISING, TIMES_RANKS, RIGHT, **LOCKSTEP)
+    status, out, _ = shardproof("verify", file, "--examples", "2", "--mesh", "tp=2")
     assert status == 3
     assert "RuntimeError: no such thing" in out
     assert closing(out) == "3 schemes, 1 mismatch, 1 with a failed rank, 0 not run."
@@ -155,14 +156,14 @@ def test_sizes_options_and_quiet(shardproof):
 
 
 def test_fail_fast(shardproof):
-    written("order.py", WRONG, RIGHT, **LOCKSTEP)
-    assert closing(shardproof("verify", "order.py", "--examples", "1", "--fail-fast")[1]).startswith("1 scheme, 1 ")
-    assert closing(shardproof("verify", "order.py", "--examples", "1")[1]).startswith("2 schemes, 1 ")
+    run = "verify", written("order.py", TIMES_RANKS, RIGHT, **LOCKSTEP), "--examples", "1", "--mesh", "tp=2"
+    assert closing(shardproof(*run, "--fail-fast")[1]).startswith("1 scheme, 1 ")
+    assert closing(shardproof(*run)[1]).startswith("2 schemes, 1 ")
 
 
 def test_json_and_junit(shardproof):
     """JSON on standard output; test_exits.py reads it from a file."""
-    written("both.py", RIGHT, WRONG, **LOCKSTEP)
+    written("both.py", RIGHT, TIMES_RANKS, **LOCKSTEP)
     status, out, err = shardproof(
         "verify", "both.py", "--examples", "1", "--mesh", "tp=2", "--json", "-", "--junit", "out.xml"
     )

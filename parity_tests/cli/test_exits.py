@@ -16,7 +16,8 @@ import pytest
 
 from parity_tests import warm_python
 from parity_tests.specimens import user_files
-from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, WRONG
+from parity_tests.specimens.user_files import LOCKSTEP, RIGHT
+from parity_tests.specimens.user_files import TIMES_RANKS as WRONG
 from shardproof.cli import session
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, MISMATCH, RANK_FAILED, USAGE
 from shardproof.report import summary
@@ -204,7 +205,7 @@ def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
     """It is wrong for b=8 alone; smaller sizes can be drawn until then, and no more when one is tried."""
     seen = f"SEEN = set()\ndef small():\n    {SHRINKING[how]}\n"
     draw = "def own(generator, shape):\n    SEEN.add(*shape)\n    shape[0] < 8 and 8 in SEEN and small()\n"
-    wrong = "def wrong(mesh, x):\n    return x * (3 if len(x) == 4 else 2)\n"
+    wrong = "def wrong(mesh, x):\n    return x * (2 * mesh.size('tp') if len(x) == 4 else 2)\n"
     alone = "excluded_conditions=('call_before', 'call_between')"  # other calls have other sizes
     of = f"declare(wrong, draw={{'x': drawn(own)}}, dims={{'b': (2, 4, 8)}}, {alone})\n"
     file = written("small.py", IMPORTS, seen, draw, "    return generator.standard_normal(shape)\n", wrong, of)

@@ -12,7 +12,7 @@ import pytest
 from parity_tests import warm_python
 from parity_tests.pages import ROOT, blocks, commands, pages
 from parity_tests.slow import every
-from parity_tests.specimens.user_files import WRONG, written
+from parity_tests.specimens.user_files import TIMES_RANKS, written
 from shardproof.declare.discover import schemes_of_file
 
 NOT_HERE = {
@@ -57,8 +57,8 @@ def test_commands_that_do_not_run_here_are_on_a_page():
 
 def recorded():
     """A replay file, as a failing case leaves it, under the name that pages give it."""
-    (wrong,) = schemes_of_file(written("wrong.py", WRONG))
-    wrong.verify(examples=1)
+    (wrong,) = schemes_of_file(written("wrong.py", TIMES_RANKS))
+    wrong.verify(examples=1, tp=2)
     (left,) = Path().glob("replay_*.py")
     (name,) = {word for command in RUN for word in command.split() if word.startswith("replay_")}
     left.rename(name)

@@ -46,7 +46,7 @@ def summed(mesh, x):
 REMEDY = "shardproof verify --replay-dir DIR writes it elsewhere"
 
 
-def declared(factor="(2.0 + 1.0 * mesh.rank('tp'))", file="twice.py", source=LOCKSTEP):
+def declared(factor="(2.0 * mesh.size('tp'))", file="twice.py", source=LOCKSTEP):
     """The path of a file with a scheme of that factor, and the scheme."""
     path = Path(file).resolve()
     path.write_text(source.replace("FACTOR", factor))

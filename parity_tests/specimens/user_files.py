@@ -24,6 +24,12 @@ def wrong(mesh, x):
     return x * 3
 declare(wrong)
 """
+# Wrong on tp=2. Its number has a meaning, so that no edit of the line is searched for, which takes a second and more.
+TIMES_RANKS = """
+def wrong(mesh, x):
+    return x * 2 * mesh.size("tp")
+declare(wrong)
+"""
 RAISING = """
 def raising(mesh, x):
     raise RuntimeError("no such thing")
