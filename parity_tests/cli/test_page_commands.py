@@ -12,7 +12,7 @@ import pytest
 from parity_tests import warm_python
 from parity_tests.pages import ROOT, blocks, commands, pages
 from parity_tests.slow import every
-from parity_tests.specimens.user_files import TIMES_RANKS, written
+from parity_tests.specimens.user_files import LOCKSTEP, TIMES_RANKS, written
 from shardproof.declare.discover import schemes_of_file
 
 NOT_HERE = {
@@ -55,9 +55,9 @@ def test_commands_that_do_not_run_here_are_on_a_page():
     assert [pattern for pattern in NOT_HERE if not any(re.fullmatch(pattern, each) for each in commands)] == []
 
 
-def recorded():
+def recorded(**of_scheme):
     """A replay file, as a failing case leaves it, under the name that pages give it."""
-    (wrong,) = schemes_of_file(written("wrong.py", TIMES_RANKS))
+    (wrong,) = schemes_of_file(written("wrong.py", TIMES_RANKS, **of_scheme))
     wrong.verify(examples=1, tp=2)
     (left,) = Path().glob("replay_*.py")
     (name,) = {word for command in RUN for word in command.split() if word.startswith("replay_")}
@@ -70,7 +70,7 @@ def recorded():
 def test_a_command_runs_as_it_is_shown(command, shardproof):
     for example in (ROOT / "docs" / "examples").glob("my_*"):
         shutil.copy(example, example.name)
-    wrong = recorded() if "replay_" in command else None
+    wrong = recorded(**({} if "gloo" in command else LOCKSTEP)) if "replay_" in command else None
     program, *arguments = command.split()
     if program == "shardproof":
         status, out, err = shardproof(*arguments)
