@@ -44,6 +44,7 @@ def components(tree: str) -> set[str]:
     return {path.split("/")[0] for path in python_files(tree) if "/" in path} - OTHER_FOLDERS
 
 
+@cache
 def words_in(folder: Path) -> set[str]:
     """Every identifier in the Python files of a folder."""
     words: set[str] = set()
@@ -95,10 +96,14 @@ def test_every_exported_function_is_in_a_test(component):
 @pytest.mark.parametrize("component", sorted(components("jax_ref")))
 def test_every_reference_is_used(component):
     """By a test, or by another reference; a name that a package only hands on is not used."""
-    written = {name for path in (ROOT / "jax_ref" / component).glob("*.py") for name in public_functions(path)}
+    unused = {name for path in (ROOT / "jax_ref" / component).glob("*.py") for name in public_functions(path)}
     modules = [path for path in (ROOT / "jax_ref").rglob("*.py") if path.name != "__init__.py"]
-    used = [references_used_in(path) for path in (*modules, *(ROOT / "parity_tests").rglob("*.py"))]
-    assert sorted(written.difference(*used)) == []
+    files = [*modules, *(ROOT / "parity_tests").rglob("*.py")]
+    for path in sorted(files, key=lambda path: component not in path.parts):  # its own tests use most of them
+        if not unused:
+            break
+        unused -= references_used_in(path)
+    assert sorted(unused) == []
 
 
 def test_a_word_is_no_use_of_a_reference(tmp_path):
@@ -113,6 +118,8 @@ def test_every_file_has_a_meaningful_name(tree):
 
 def tolerances_in(source: str) -> set[str]:
     """Names and keyword arguments that are a tolerance; words in comments and strings are not."""
+    if not any(word in source for word in TOLERANCES):  # most files, whose tokens need not be told apart
+        return set()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.string for token in tokens if token.type == tokenize.NAME} & TOLERANCES
 

@@ -11,11 +11,12 @@ DECLARED = (
     HEAD
     + """
 @scheme(reference=double, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dims={"b": (4,)},
-        draw={"x": values("normal")}, dtypes=("float32",))
+        draw={"x": values("normal")}, dtypes=("float32",), engines=("lockstep",))
 def {name}(mesh, x):
     return x * {factor}
 """
 )
+WRONG = "2 * mesh.size('tp')"  # a number with a meaning, so that no edit of the line is searched for
 
 
 class Recorder:
@@ -55,7 +56,7 @@ def test_a_number_of_examples_that_is_none_is_rejected(examples, capsys):
 
 def test_the_schemes_of_a_file_are_its_tests():
     scheme_file("scheme_of_mine.py", "right")
-    scheme_file("my_scheme.py", "wrong", 3)
+    scheme_file("my_scheme.py", "wrong", WRONG)
     scheme_file("unrelated.py", "never")
     found = outcomes("--shardproof-examples", "2", ".").reports
     assert {report.nodeid: report.outcome for report in found} == {
@@ -73,7 +74,7 @@ def test_a_file_that_is_named_needs_no_name_of_its_own():
 
 @pytest.mark.parametrize("spelling", ["@shardproof.scheme(", "@sp.scheme(", "@s("])
 def test_a_scheme_is_found_in_every_spelling(spelling):
-    file = scheme_file("my_scheme.py", "wrong", 3)
+    file = scheme_file("my_scheme.py", "wrong", WRONG)
     imports = "import shardproof, shardproof as sp\nfrom shardproof import scheme as s\n"
     text = Path(file).read_text().replace("import scheme, ", "import ").replace("def declare", "def unused")
     Path(file).write_text(imports + text.replace("return scheme(", "return s(").replace("@scheme(", spelling))
@@ -88,7 +89,9 @@ def test_a_file_that_only_uses_the_package_keeps_its_tests():
 
 
 def test_an_engine_that_this_machine_lacks_is_skipped():
-    (report,) = outcomes("--shardproof-engine", "nccl", scheme_file("my_scheme.py", "right")).reports
+    file = Path(scheme_file("my_scheme.py", "right"))
+    file.write_text(file.read_text().replace('("lockstep",)', '("nccl",)'))
+    (report,) = outcomes("--shardproof-engine", "nccl", str(file)).reports
     assert report.skipped and "not run" in str(report.longrepr)
 
 
@@ -130,7 +133,7 @@ def test_a_scheme_that_raises_has_its_case_and_its_replay():
 
 
 def test_a_traceback_has_no_line_of_the_harness():
-    scheme_file("of_mine.py", "right", 3)
+    scheme_file("of_mine.py", "right", WRONG)
     Path("test_mine.py").write_text(
         "from shardproof import schemes_of_file\n\n"
         "def test_mine():\n    schemes_of_file('of_mine.py')[0].verify(examples=1).raise_if_failed()\n\n"

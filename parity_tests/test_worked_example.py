@@ -82,6 +82,7 @@ def test_a_mistake_is_explained(mistake):
     assert mistake.place is None or mistake.place in printed
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.title)
 def test_the_page_has_the_printed_report(mistake):
     shown = [comparable(block.text) for block in blocks(PAGE)]

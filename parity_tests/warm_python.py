@@ -32,7 +32,8 @@ from typing import Any
 
 LIMIT_S = 240.0
 TORCH = ("numpy", "cloudpickle", "torch", "torch.distributed", "torch.utils.checkpoint")
-TORCH_AND_JAX = (*TORCH, "typer", "rich.table", "jax", "jax.numpy")
+OF_A_GRADIENT = "torch.fx.experimental.symbolic_shapes"  # torch imports it at the first one
+TORCH_AND_JAX = (*TORCH, OF_A_GRADIENT, "typer", "rich.table", "jax", "jax.numpy")
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 

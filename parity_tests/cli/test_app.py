@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from parity_tests import warm_python
-from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
+from parity_tests.specimens.user_files import LOCKSTEP, RAISING, RIGHT, SCALED, TIMES_RANKS, WRONG, written
 from shardproof.cli import session
 from shardproof.declare.discover import schemes_of_file
 from shardproof.draw import profiles
@@ -25,10 +25,11 @@ def closing(out):
 
 
 def test_a_timeout_limits_a_rank_that_reaches_no_collective(shardproof):
-    waits = "import time\ndef waits(mesh, x):\n    time.sleep(2)\n    return x * 2\ndeclare(waits)\n"
-    status, out, _ = shardproof("verify", written("waits.py", waits), "--mesh", "tp=1", "--timeout", "0.2")
+    waits = "import time\ndef waits(mesh, x):\n    time.sleep(0.8)\n    return x * 2\ndeclare(waits)\n"
+    file = written("waits.py", waits, **LOCKSTEP)
+    status, out, _ = shardproof("verify", file, "--mesh", "tp=1", "--timeout", "0.2")
     assert status == RANK_FAILED and "stalled: rank 0 has reached no collective for 0.2 s" in out
-    assert shardproof("verify", "waits.py", "--mesh", "tp=1", "--examples", "1", "--timeout", "9")[0] == EQUAL
+    assert shardproof("verify", file, "--mesh", "tp=1", "--examples", "1", "--timeout", "9")[0] == EQUAL
 
 
 def test_a_limit_ends_the_drawing_of_cases_and_says_so(shardproof):
@@ -64,7 +65,8 @@ def test_1_a_mismatch(shardproof):
 
 
 def test_3_a_rank_that_fails_is_worse_than_a_mismatch(shardproof):
-    status, out, _ = shardproof("verify", written("raises.py", RAISING, WRONG, RIGHT), "--examples", "2")
+    file = written("raises.py", RAISING, TIMES_RANKS, RIGHT, **LOCKSTEP)
+    status, out, _ = shardproof("verify", file, "--examples", "2", "--mesh", "tp=2")
     assert status == 3
     assert "RuntimeError: no such thing" in out
     assert closing(out) == "3 schemes, 1 mismatch, 1 with a failed rank, 0 not run."
@@ -154,23 +156,23 @@ def test_sizes_options_and_quiet(shardproof):
 
 
 def test_fail_fast(shardproof):
-    written("order.py", WRONG, RIGHT)
-    assert closing(shardproof("verify", "order.py", "--examples", "1", "--fail-fast")[1]).startswith("1 scheme, 1 ")
-    assert closing(shardproof("verify", "order.py", "--examples", "1")[1]).startswith("2 schemes, 1 ")
+    run = "verify", written("order.py", TIMES_RANKS, RIGHT, **LOCKSTEP), "--examples", "1", "--mesh", "tp=2"
+    assert closing(shardproof(*run, "--fail-fast")[1]).startswith("1 scheme, 1 ")
+    assert closing(shardproof(*run)[1]).startswith("2 schemes, 1 ")
 
 
 def test_json_and_junit(shardproof):
-    written("both.py", RIGHT, WRONG)
-    status, _, _ = shardproof(
-        "verify", "both.py", "--examples", "1", "--mesh", "tp=2", "--json", "out.json", "--junit", "out.xml"
+    """JSON on standard output; test_exits.py reads it from a file."""
+    written("both.py", RIGHT, TIMES_RANKS, **LOCKSTEP)
+    status, out, err = shardproof(
+        "verify", "both.py", "--examples", "1", "--mesh", "tp=2", "--json", "-", "--junit", "out.xml"
     )
     assert status == 1
-    record = json.loads(Path("out.json").read_text())
+    record = json.loads(out)
     assert record["status"] == 1 and [r["verdict"] for r in record["reports"]] == ["equal", "mismatch"]
+    assert closing(err) == "2 schemes, 1 mismatch, 0 not run."
     suite = ElementTree.parse("out.xml").getroot()
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
-    _, out, err = shardproof("verify", "both.py", "--examples", "1", "--json", "-")
-    assert json.loads(out)["status"] == 1 and closing(err) == "2 schemes, 1 mismatch, 0 not run."
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ from my_factors import FACTOR
 def doubled_sum(mesh, x):
     return all_reduce(FACTOR * x.sum(-1), mesh["tp"]){change}
 """  # the change is made in line 16
-RIGHT, WRONG = "FACTOR = 2.0\n", "FACTOR = 3.0\n"  # of one size, so that Python's bytecode cannot tell them apart
+# The wrong factor has a meaning, the ranks of tp, so that no edit of a line is searched for.
+RIGHT, WRONG = "FACTOR = 2.0\n", "FACTOR = 4.0\n"  # of one size, so that Python's bytecode cannot tell them apart
 EQUAL, MISMATCH = "1 scheme, 0 mismatches", "1 scheme, 1 mismatch,"
 
 
@@ -119,12 +120,12 @@ def test_each_save_gets_the_verdict_of_what_was_saved(tmp_path):
         watch.save_scheme(change="(")
         verdict = watch.verdict()
         assert "cannot import my_scheme.py:16: SyntaxError" in verdict and "or 1 other file is saved" in verdict
-        watch.save_scheme(change=" / 3.0 * 4.0")
+        watch.save_scheme(change=" * 0.25")
         verdict = watch.verdict()
-        assert MISMATCH in verdict and "off by the constant factor 2" in verdict
+        assert MISMATCH in verdict and "off by the constant factor 0.5" in verdict
         watch.save_factor("FACTOR =\n")
         assert "SyntaxError" in watch.verdict()
-        watch.save_factor("FACTOR = 1.5\n")
+        watch.save_factor("FACTOR = 8.0\n")
         assert EQUAL in watch.verdict()
         assert watch.interrupt() == (0, "")
 

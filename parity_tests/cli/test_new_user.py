@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, WRONG, written
 from shardproof.cli import session
 from shardproof.declare import discover
 from shardproof.engines.failure import Raised
@@ -42,10 +42,10 @@ declare(of_cost, cost=lambda case: no_such_name)
 """
 LATE = """
 def late(mesh, x, scale):
-    return x * scale * (3 if scale > 3 and len(x) > 1 else 1)
+    return x * scale * (mesh.size("tp") if scale > 3 and len(x) > 1 else 1)
 declare(late, reference=lambda x, scale: x * scale, options={"scale": (1.0, 2.0, 3.0, 4.0)}, dims={"b": (4, 8, 16)})
 """
-RENAMED = "def {name}(mesh, x):\n    return x * {factor}\ndeclare({name})\n"
+RENAMED = "def {name}(mesh, x):\n    return {returned}\ndeclare({name})\n"
 TRANSPOSED = """
 def product(mesh, x, weight):
     return x @ weight
@@ -94,9 +94,10 @@ def shown(outcome, **of_console):
 
 @pytest.fixture(scope="module")
 def outcome_of_long_names(tmp_path_factory):
-    longer = [RENAMED.format(name=f"{LONG}_{factor}", factor=factor) for factor in (2, 3)]
+    right, wrong = "x * 2", "x * 2 * mesh.size('tp')"
+    longer = [RENAMED.format(name=f"{LONG}_{number}", returned=each) for number, each in ((2, right), (3, wrong))]
     file = tmp_path_factory.mktemp("narrow") / "narrow.py"
-    written(str(file), *longer, UNUSABLE)
+    written(str(file), *longer, UNUSABLE, **LOCKSTEP)
     return session.run(discover.schemes_of_file(str(file)), session.VerifyOptions(examples=4, quiet=True))
 
 
@@ -136,8 +137,8 @@ def test_a_file_gets_the_columns_that_fit_into_80(shardproof, monkeypatch):
 
 
 def test_the_count_of_examples_leaves_out_shrinking_steps(shardproof):
-    written("late.py", LATE)
-    _, out, _ = shardproof("verify", "late.py", "--examples", "8", "--json", "out.json")
+    written("late.py", LATE, **LOCKSTEP)
+    _, out, _ = shardproof("verify", "late.py", "--mesh", "tp=2", "--examples", "8", "--json", "out.json")
     (report,) = json.loads(Path("out.json").read_text())["reports"]
     assert report["examples"] <= 8 < report["examples"] + report["shrinking_steps"]
     assert f"and {report['shrinking_steps']} shrinking steps" in out.splitlines()[0]

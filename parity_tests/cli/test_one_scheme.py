@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from parity_tests.specimens.user_files import HEAD, RIGHT, SCALED, WRONG, written
+from parity_tests.specimens.user_files import HEAD, LOCKSTEP, RIGHT, SCALED, TIMES_RANKS, WRONG, written
 from shardproof.cli import session
 from shardproof.declare.discover import UnusableTarget, find
 
@@ -104,5 +104,6 @@ def test_the_full_traceback_on_request(engine, shardproof):
 
 
 def test_where_no_rank_raised_there_is_no_traceback(shardproof):
-    out = shardproof("verify", written("wrong_alone.py", WRONG), "--examples", "1", "--traceback")[1]
+    file = written("wrong_alone.py", TIMES_RANKS, **LOCKSTEP)
+    out = shardproof("verify", file, "--mesh", "tp=2", "--examples", "1", "--traceback")[1]
     assert "MISMATCH" in out and "Traceback" not in out

@@ -9,7 +9,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from parity_tests.specimens.user_files import WRONG, written
+from parity_tests.specimens.user_files import LOCKSTEP, TIMES_RANKS, written
 from shardproof.cli import page, scheme_list
 from shardproof.cli.app import app
 from shardproof.cli.help import EXAMPLES, JUDGING, STATUS
@@ -122,7 +122,7 @@ def test_shapes_that_differ_are_seen():
 
 
 def test_json_of_verdicts(shardproof):
-    file = written("wrong.py", WRONG)
+    file = written("wrong.py", TIMES_RANKS, **LOCKSTEP)
     compared("verify", shardproof("verify", file, "--mesh", "tp=2", "--dim", "b=4", "--json", "-")[1])
     (replay,) = [path.name for path in Path().glob("replay_*.py")]
     status, out, err = shardproof("replay", replay, "--json", "-", "-q")

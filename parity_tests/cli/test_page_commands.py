@@ -5,15 +5,14 @@ That each is one that its program can read is asked in `test_pages.py`.
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.pages import ROOT, blocks, commands, pages
 from parity_tests.slow import every
-from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from parity_tests.specimens.user_files import LOCKSTEP, TIMES_RANKS, written
 from shardproof.declare.discover import schemes_of_file
 
 NOT_HERE = {
@@ -56,11 +55,10 @@ def test_commands_that_do_not_run_here_are_on_a_page():
     assert [pattern for pattern in NOT_HERE if not any(re.fullmatch(pattern, each) for each in commands)] == []
 
 
-def recorded():
+def recorded(**of_scheme):
     """A replay file, as a failing case leaves it, under the name that pages give it."""
-    (wrong,) = [
-        scheme for scheme in schemes_of_file(written("wrong.py", RIGHT, WRONG)) if not scheme.verify(examples=3).ok
-    ]
+    (wrong,) = schemes_of_file(written("wrong.py", TIMES_RANKS, **of_scheme))
+    wrong.verify(examples=1, tp=2)
     (left,) = Path().glob("replay_*.py")
     (name,) = {word for command in RUN for word in command.split() if word.startswith("replay_")}
     left.rename(name)
@@ -72,13 +70,13 @@ def recorded():
 def test_a_command_runs_as_it_is_shown(command, shardproof):
     for example in (ROOT / "docs" / "examples").glob("my_*"):
         shutil.copy(example, example.name)
-    wrong = recorded() if "replay_" in command else None
+    wrong = recorded(**({} if "gloo" in command else LOCKSTEP)) if "replay_" in command else None
     program, *arguments = command.split()
     if program == "shardproof":
         status, out, err = shardproof(*arguments)
     else:
-        start = [sys.executable, *(("-m", "torch.distributed.run") if program == "torchrun" else ())]
-        done = subprocess.run([*start, *arguments], capture_output=True, text=True, check=False)
+        start = ("-m", "torch.distributed.run") if program == "torchrun" else ()
+        done = warm_python.run(*start, *arguments)
         status, out, err = done.returncode, done.stdout, done.stderr
     is_again = wrong is not None and "timeline" not in command
     assert (status, err) == (int(is_again), "")

@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +30,8 @@ def twice(mesh, x):
     return x * FACTOR
 """
 
+LOCKSTEP = SOURCE.replace("draw=", 'engines=("lockstep",), draw=')  # its failures start no processes of gloo
+
 SUMMED = """
 import torch.distributed as dist
 from shardproof import scheme, values
@@ -45,10 +46,10 @@ def summed(mesh, x):
 REMEDY = "shardproof verify --replay-dir DIR writes it elsewhere"
 
 
-def declared(factor="(2.0 + 1.0 * mesh.rank('tp'))", file="twice.py"):
+def declared(factor="(2.0 * mesh.size('tp'))", file="twice.py", source=LOCKSTEP):
     """The path of a file with a scheme of that factor, and the scheme."""
     path = Path(file).resolve()
-    path.write_text(SOURCE.replace("FACTOR", factor))
+    path.write_text(source.replace("FACTOR", factor))
     [scheme] = schemes_of_file(str(path))
     return path, scheme
 
@@ -111,9 +112,8 @@ def test_a_case_that_is_none_of_the_scheme_is_rejected(capsys):
 
 
 def test_a_replay_lists_dims_as_declared():
-    Path("swapped.py").write_text(SOURCE.replace("FACTOR", "(2.0 + 1.0 * mesh.rank('tp'))").replace("b/tp", "s/tp b"))
-    [scheme] = schemes_of_file("swapped.py")
-    report = scheme.verify(tp=2)
+    _, scheme = declared(file="swapped.py", source=LOCKSTEP.replace("b/tp", "s/tp b"))
+    report = scheme.verify(tp=2, examples=1)
     [rerun] = listing.reruns(scheme, listing._recorded(report.replay)[0], None, 1)
     assert list(rerun.case.dims) == list(report.case.dims) == ["s", "b"]
 
@@ -274,7 +274,7 @@ def test_a_report_full_of_quotes_is_still_a_file():
 
 
 def test_statuses(capsys):
-    _, scheme = declared("(1 / 0)", file="raises.py")
+    _, scheme = declared("(1 / 0)", file="raises.py", source=SOURCE)
     report = scheme.verify(tp=2, b=2)
     assert status_of(report.replay) == 3
     assert status_of(report.replay, "nccl") == 4
@@ -310,6 +310,6 @@ def test_an_import_that_ends_the_process_is_no_scheme_that_is_gone():
     path, scheme = declared(file="dies.py")
     report = scheme.verify(tp=2, b=2)
     path.write_text(f"import os, signal\nos.kill(os.getpid(), signal.SIGBUS)\n{SOURCE}")
-    done = subprocess.run([sys.executable, report.replay], capture_output=True, text=True)  # it forks another process
-    assert done.returncode == RANK_FAILED
-    assert f"cannot import {path}: the process of the command was killed by SIGBUS" in done.stderr
+    status, _, complaint = alone(report.replay)
+    assert status == RANK_FAILED
+    assert f"cannot import {path}: the process of the command was killed by SIGBUS" in complaint

@@ -39,8 +39,9 @@ def call():
     return 1
 try:
     import subprocess, time
-    from shardproof.engines.supervised import supervised
-    sys.exit(supervised(call))
+    from shardproof.engines import supervised
+    supervised.ORPHANS_S = 0.2  # before the process that it has started is killed
+    sys.exit(supervised.supervised(call))
 except KeyboardInterrupt:  # before the command takes care of it
     sys.exit(130)
 """

@@ -71,10 +71,10 @@ COMMANDS = {
 }
 
 
-IN_THIS_PROCESS = [0, 1, 2, 3, 4]  # the others cost a process each, and have their tests in test_process and test_exits
+FAST = [0, 2, 4]  # the others cost a failing case or a process each; test_app, test_process and test_exits have them
 
 
-@pytest.mark.parametrize("status", slow_but(IN_THIS_PROCESS, list(COMMANDS)))
+@pytest.mark.parametrize("status", slow_but(FAST, list(COMMANDS)))
 def test_a_command_returns_it(shardproof, status, tmp_path, monkeypatch):
     if status == exit_status.NOTHING and torch.cuda.device_count():
         pytest.skip("a GPU is here")

@@ -24,6 +24,12 @@ def wrong(mesh, x):
     return x * 3
 declare(wrong)
 """
+# Wrong on tp=2. Its number has a meaning, so that no edit of the line is searched for, which takes a second and more.
+TIMES_RANKS = """
+def wrong(mesh, x):
+    return x * 2 * mesh.size("tp")
+declare(wrong)
+"""
 RAISING = """
 def raising(mesh, x):
     raise RuntimeError("no such thing")
@@ -36,6 +42,11 @@ declare(scaled, reference=lambda x, scale: x * scale, options={"scale": (1.0, 2.
 """
 
 
-def written(name, *parts):
-    Path(name).write_text(HEAD + "".join(parts))
+# Of schemes whose failures need no second opinion: gloo's processes take seconds to start.
+LOCKSTEP = {"engines": ("lockstep",)}
+
+
+def written(name, *parts, **of_all):
+    """The name of a file of these parts; keywords are of every scheme that `declare` declares in it."""
+    Path(name).write_text(HEAD.replace(", **changes}", f", **{of_all}, **changes}}") + "".join(parts))
     return name

@@ -43,6 +43,7 @@ def test_no_mesh_changes_a_number(mesh, how):
     assert [step.wrong for step in steps] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_tied_head_in_float32():
     run = small({"dp": 2, "tp": 2}, is_tied=True, dtype="float32")
     steps = session.followed(run, KNOWN, "lockstep")

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parity_tests.evidence.failures import page
-from parity_tests.evidence.failures.cells import Cell, _answer, bodies, cells
+from parity_tests.evidence.failures import async_kinds, page
+from parity_tests.evidence.failures.cells import Cell, _answer, _start, bodies, cells
 from shardproof import verify_one_case
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
@@ -77,11 +77,13 @@ def load() -> float:
 
 
 @pytest.mark.parametrize(("place", "engine"), [(0, "lockstep"), (1, "gloo")])
-def test_what_no_engine_lets_pass(place: int, engine: str) -> None:
+def test_what_no_engine_lets_pass(place: int, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which none of these kinds ends."""
+    monkeypatch.setattr(async_kinds, "KEPT", [])  # it would hold lockstep's and travel to gloo's ranks
+    _start(engine, 2)
     before = load()
-    found = cells(engine, 2, list(ALIKE))
+    found = [_answer(engine, 2, kind) for kind in ALIKE]
     limit = WITHIN_S * max(before, load())
-    assert [cell.kind for cell in found] == list(ALIKE)
     also = DROPPED if engine == "gloo" else {}
     wrong = [cell for cell in found if cell.cause not in (ALIKE[cell.kind][place], also.get(cell.kind))]
     assert [(cell.kind, cell.cause) for cell in wrong] == []

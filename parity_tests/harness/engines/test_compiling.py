@@ -10,7 +10,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
 from shardproof.engines.failure import Stalled
 
-CASE, QUIET_S = CaseSpec("compiling", {"tp": 2}), 1.0
+CASE, QUIET_S = CaseSpec("compiling", {"tp": 2}), 0.5
 SOURCE = """
 def compile_for(seconds, sleep):
     sleep(seconds)

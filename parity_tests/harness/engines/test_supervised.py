@@ -20,6 +20,12 @@ from shardproof.endings import journal
 from shardproof.engines import supervised as supervised_module
 from shardproof.engines.supervised import supervised
 """
+# Limits of seconds as tenths, for tests of what a parent waits for.
+QUICK = """
+from shardproof.engines.processes import idleness
+supervised_module.TICK_S, supervised_module.MARGIN_S, supervised_module.STOPPED_S = 0.1, 0.5, 1.0
+supervised_module.IDLE_S, idleness.LOOK_S = 0.8, 0.4
+"""
 
 
 def python(*arguments, start_new_session=False, **environment):
@@ -139,7 +145,7 @@ def test_a_command_that_cannot_fork_says_so():
     ],
 )
 def test_a_process_that_cannot_watch_itself_is_watched(body, sentence, tmp_path):
-    source = f"{HEAD}\ndef call():\n    {body}\n\nsys.exit(supervised(call))\n"
+    source = f"{HEAD}{QUICK}\ndef call():\n    {body}\n\nsys.exit(supervised(call))\n"
     line = source.splitlines().index(f"    {body.splitlines()[-1].strip()}") + 1
     status, _, err = ended(started(source, tmp_path))
     assert status == RANK_FAILED
@@ -147,10 +153,9 @@ def test_a_process_that_cannot_watch_itself_is_watched(body, sentence, tmp_path)
 
 
 def short(body):
-    """A command for which no process may wait longer than 2 s in a scheme."""
+    """A command for which no process may wait longer than 0.8 s in a scheme."""
     indented = body.replace("\n", "\n    ")
-    imports = "import contextlib, subprocess\nsupervised_module.IDLE_S = 2.0\n"
-    return f"{HEAD}{imports}def call():\n    {indented}\n\nsys.exit(supervised(call))\n"
+    return f"{HEAD}{QUICK}import contextlib, subprocess\ndef call():\n    {indented}\n\nsys.exit(supervised(call))\n"
 
 
 def test_a_scheme_that_waits_for_ever_costs_its_own_verdict(tmp_path):
@@ -171,16 +176,16 @@ lock.acquire()""")
 
 GOES_ON = {
     "computes": """journal.current.begin('first')
-end = time.monotonic() + 5
+end = time.monotonic() + 2
 while time.monotonic() < end:
     pass""",
     "a process of it computes": """journal.current.begin('first')
 with contextlib.suppress(subprocess.TimeoutExpired):
-    subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=5)""",
-    "is in no scheme": "time.sleep(5)",
+    subprocess.run([sys.executable, '-c', 'while True: pass'], timeout=2)""",
+    "is in no scheme": "time.sleep(2)",
     "may wait longer in a run": """supervised_module.words.limit_runs(60.0)
 journal.current.begin('first')
-time.sleep(5)""",
+time.sleep(2)""",
 }
 
 
@@ -191,12 +196,13 @@ def test_a_process_that_does_not_wait_for_ever_goes_on(how):
 
 
 def test_a_process_that_is_continued_in_time_goes_on():
-    call = "def call():\n    print(os.getpid(), flush=True)\n    time.sleep(4)"
-    process = python(f"{HEAD}\n{call}\nsys.exit(supervised(call))")
+    """Stopped twice, for longer in all than it may be stopped at a time."""
+    call = "def call():\n    print(os.getpid(), flush=True)\n    time.sleep(1.5)"
+    process = python(f"{HEAD}{QUICK}\n{call}\nsys.exit(supervised(call))")
     child = int(process.stdout.readline())
     for _ in range(2):
         os.kill(child, signal.SIGSTOP)
-        time.sleep(1.0)
+        time.sleep(0.6)
         os.kill(child, signal.SIGCONT)
     assert ended(process)[::2] == (0, "")
 
@@ -255,8 +261,8 @@ def test_an_interrupt_at_any_moment_is_one_sentence():
 def test_a_signal_that_is_ignored_asks_for_nothing():
     """As SIGHUP under nohup: it reaches parent and child, and neither ends."""
     ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    grace = "supervised_module.GRACE_S = 1.0"
-    call = "def call():\n    print(flush=True)\n    time.sleep(2)"
+    grace = "supervised_module.TICK_S, supervised_module.GRACE_S = 0.1, 0.4"
+    call = "def call():\n    print(flush=True)\n    time.sleep(1)"
     source = f"{HEAD}\n{ignored}\n{grace}\n{call}\nsys.exit(supervised(call))"
     process = python(source, start_new_session=True)
     process.stdout.readline()
@@ -282,6 +288,20 @@ def test_nothing_is_forked_under_a_launcher():
     assert ending(body, STARTER=str(os.getpid()))[1] == "False\n"
 
 
+def test_a_parent_that_reports_a_death_loads_no_torch():
+    source = f"{HEAD}\ndef call():\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+    status, out, err = ended(python(f"{source}supervised(call)\nprint('torch' in sys.modules)"))
+    assert (status, out) == (0, "False\n")
+    assert err == "shardproof: the process of the command was killed by SIGSEGV\n"
+
+
+def test_nothing_is_forked_once_jax_has_been_used():
+    """Its threads would not be in the fork; its import starts none."""
+    call = "def call():\n    print(os.getpid() == process)\n"
+    source = f"{HEAD}import jax\nprocess = os.getpid()\n{call}supervised(call)\njax.devices()\nsupervised(call)"
+    assert ended(python(source)) == (0, "False\nTrue\n", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_parent_ends_both(number):
     # Tests that run in the background inherit that an interrupt is ignored.
@@ -299,9 +319,10 @@ def test_a_signal_to_the_parent_ends_both(number):
 
 
 def test_a_process_with_a_session_of_its_own_ends_with_the_command():
-    child = "import os, time; os.write(1, b'%d ' % os.getpid()); os.setsid(); time.sleep(600)"
-    starts = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n"
-    status, out, err = ending(f"{starts}time.sleep(1)\nreturn 0")
+    child = "import os, time; os.setsid(); os.write(1, b'%d' % os.getpid()); os.close(1); time.sleep(600)"
+    starts = f"import subprocess\nsupervised_module.ORPHANS_S = 0.2\nstarts = [sys.executable, '-c', {child!r}]\n"
+    waits = "print(subprocess.Popen(starts, stdout=subprocess.PIPE).stdout.read().decode())\nreturn 0"
+    status, out, err = ending(starts + waits)
     assert (status, err) == (0, "")
     assert not _is_running(int(out))
 

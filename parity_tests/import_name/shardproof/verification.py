@@ -351,7 +351,8 @@ def _search(
         if _ends(reports[-1]):
             if found:
                 found(merge_reports(reports))
-            pool.start_ahead()  # ranks for the second opinion
+            if "gloo" in scheme.engines:
+                pool.start_ahead()  # ranks for the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
         if time.perf_counter() > until:
             break

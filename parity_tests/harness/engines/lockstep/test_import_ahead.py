@@ -1,10 +1,10 @@
 """lockstep imports the torch modules that user code imports, before there are ranks, and no others."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from parity_tests import warm_python
 
 SCRIPT = """
 import sys
@@ -39,8 +39,7 @@ def names():
 
 
 def printed(folder: Path, module: str, body: str) -> list[str]:
-    script = SCRIPT.format(module=module, body=body)
-    run = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
+    run = warm_python.run("-c", SCRIPT.format(module=module, body=body), folder=folder)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.slow import slow_but
+from parity_tests.specimens.small_scheme import declared
+from shardproof import verification
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.failure import NotRun, Raised, RankFailure
 from shardproof.engines.processes import forks, pool
@@ -371,6 +373,18 @@ def test_nccl_without_a_gpu_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotRun) as caught:
         pool.run(total, case(2), backend="nccl")
     assert str(caught.value) == "nccl needs a GPU, none is here"
+
+
+@pytest.mark.parametrize(("engines", "starts"), [(("lockstep",), 0), (("lockstep", "gloo"), 1)])
+def test_a_server_is_started_ahead_where_gloo_may_give_a_second_opinion(
+    engines: tuple[str, ...], starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[bool]()
+    monkeypatch.setattr(pool, "start_ahead", lambda: started.append(True))
+    monkeypatch.setattr(verification, "_tried_further", lambda scheme, report, *_: report)
+    scheme = declared(lambda mesh, x: x * 3, mesh={"tp": (2,)}, engines=engines)
+    assert not scheme.verify(examples=2).ok
+    assert len(started) == starts
 
 
 def test_every_operator_of_c10d_is_written_down_or_rejected() -> None:

@@ -255,7 +255,7 @@ def module_of_file(file: str) -> ModuleType:
         finally:
             record.done(key)
     except SystemExit as left:
-        from shardproof.engines.ledger import at_users_line  # here: it loads torch
+        from shardproof.engines.ledger import at_users_line  # here: engines are above declarations
 
         at = at_users_line(left)
         what = f" by {message_of(left)}" if isinstance(left.code, str) else ""

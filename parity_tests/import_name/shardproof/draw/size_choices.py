@@ -241,7 +241,7 @@ def assumed_options(
             allowed += [options] if scheme.assume(case) else []
         except BaseException as error:
             pass_interrupt(error)
-            from shardproof.engines.ledger import at_users_line  # here: it loads torch
+            from shardproof.engines.ledger import at_users_line  # here: engines are above draws
 
             where = f"{at_users_line(error)} with {sizes_text(mesh, shape, options)}"
             what = f"assume raised {type(error).__name__}{where}: {message_of(error)}"

@@ -97,7 +97,7 @@ def _end_without_verdict(call: str) -> None:
 
 def _users_line() -> str:
     """` at file:line` of the call in the user's code, in this thread."""
-    from shardproof.engines.ledger import innermost  # here: it loads torch
+    from shardproof.engines.ledger import innermost  # here: engines are above endings
 
     frames, frame = [], sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,7 @@
-"""The ledger: one row for every collective and message of a rank, in order of issue, with the line that called it."""
+"""The ledger: one row for every collective and message of a rank, in order of issue, with the line that called it.
+
+It finds torch's folder without importing torch: a process that only names a line of the user's code needs no more.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,24 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from shardproof.places import SHARDPROOF, TORCH_IMPL
+
+
+def _folder_of(package: str) -> str:
+    """The folder of an installed package, which is found and not imported. Errors: ModuleNotFoundError."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    return str(Path(spec.origin).parent)
+
 
 PHASES = {"forward": "fwd", "backward": "bwd"}  # phases of a declared cost, and their names in a row
 _PYTHON = str(Path(contextlib.__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = _folder_of("torch")
 _HARNESS = f"{SHARDPROOF}/"
 _LIKE_A_USERS = tuple(f"{SHARDPROOF}/{room}/" for room in ("cli", "tracing", "training"))  # schemes and models of ours
 _MESH_VIEW = str(TORCH_IMPL / "collectives" / "mesh.py")
@@ -184,6 +195,8 @@ class Ledger:
 
 def phase() -> str:
     """'bwd' inside an autograd graph task, else 'fwd'."""
+    import torch
+
     return "fwd" if torch._C._current_graph_task_id() == -1 else "bwd"
 
 

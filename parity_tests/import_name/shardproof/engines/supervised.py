@@ -59,10 +59,10 @@ def supervised(call: Callable[[], int | None]) -> int:
 
     Signals sent to this process alone are forwarded, and the child ends when its parent is killed. The forked process
     never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
-    JAX is loaded, or another thread runs. There, a user's `os._exit` raises nevertheless.
+    JAX has been used, or another thread runs. There, a user's `os._exit` raises nevertheless.
     """
     is_launched = AGENT in os.environ or (RANK in os.environ and any(ENGINE in word for word in sys.argv))
-    if is_launched or not sys.platform.startswith("linux") or "jax" in sys.modules or threading.active_count() > 1:
+    if is_launched or not sys.platform.startswith("linux") or _has_used_jax() or threading.active_count() > 1:
         exits.install_alone()
         if AGENT in os.environ and sys.platform.startswith("linux"):
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal
@@ -79,6 +79,12 @@ def supervised(call: Callable[[], int | None]) -> int:
         except OSError as error:  # a limit of processes or of memory; a child that runs ends with this process
             _complain(f"the process of the command cannot be started or watched: {error.strerror}")
             return USAGE
+
+
+def _has_used_jax() -> bool:
+    """Whether JAX has started its threads, which a fork would not have. Its import starts none, its first use does."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return "jax" in sys.modules and bool(getattr(bridge, "_backends", True))
 
 
 def supervised_in_turn(call: Callable[[], int | None]) -> int:
@@ -252,7 +258,7 @@ class _Command:
 
     def _sentence(self, death: Death) -> str:
         """A sentence: which rank ran when the process ended, where, and the state of the others."""
-        # Imported only now: the parent of a command that comes to its end loads no torch.
+        # Imported only now: the parent of a command that comes to its end needs none of these.
         from shardproof.engines.failure import Died, Stalled
         from shardproof.engines.processes import crash
         from shardproof.engines.processes.root_cause import DIED, RUNNING, Outcome, ending

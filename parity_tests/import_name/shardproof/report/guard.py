@@ -13,6 +13,7 @@ from typing import Any
 from shardproof.endings import exit_status, exits
 from shardproof.endings.exit_status import EQUAL, INTERNAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
 from shardproof.endings.raised import message_of
+from shardproof.engines.ledger import innermost
 from shardproof.places import SHARDPROOF
 
 COMMAND_LINE = ("typer", "click")  # packages that leave by SystemExit once a command has returned a status
@@ -89,8 +90,6 @@ def sentence_of(error: BaseException) -> tuple[int, str]:
     known = _known(error)
     if known is not None:
         return known
-    from shardproof.engines.ledger import innermost  # here: it loads torch
-
     frames = [
         (frame.f_code.co_filename, line, frame.f_globals.get("__name__", "").partition(".")[0])
         for frame, line in traceback.walk_tb(error.__traceback__)
