@@ -102,6 +102,7 @@ two_options = declared(
 )
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", slow_but([0], range(20)))
 def test_a_mistake_for_one_pair_of_options_is_found(seed, tmp_path):
     report = verify(two_options, seed=seed, replay_folder=str(tmp_path))
@@ -149,6 +150,7 @@ def repeated_heads_in_the_wrong_order(mesh, q, k, v):
     return all_to_all(out, mesh["cp"], split_dim=1, concat_dim=2)
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_a_mistake_at_one_size_on_one_mesh_is_found(seed, tmp_path):
     report = verify(repeated_heads_in_the_wrong_order, seed=seed, replay_folder=str(tmp_path))
@@ -209,6 +211,7 @@ def masked_mean_over_the_count_of_dp(mesh, x, keep):
     return (x * keep).float().sum() / count / mesh.size("cp")
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_a_masked_mean_over_the_count_of_one_axis_is_found(seed, tmp_path):
     report = verify(masked_mean_over_the_count_of_dp, seed=seed, replay_folder=str(tmp_path))

@@ -90,6 +90,7 @@ def third_of_the_gradient(x):
     return (3 * x).detach() + (x - x.detach())
 
 
+@pytest.mark.usefixtures("without_line_edits")
 def test_no_collective_is_to_blame_where_one_rank_is_enough():
     declaration = declared(lambda mesh, x: third_of_the_gradient(x), lambda x: 3.0 * x, "b/tp", "b/tp",
                            mesh={"tp": (1, 2)})  # fmt: skip

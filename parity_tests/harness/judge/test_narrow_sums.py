@@ -57,6 +57,7 @@ def test_without_the_promise_a_budget_allows_the_rounding():
     assert verify(over_micro_batches()).ok
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("roundings", [1, 3])
 def test_roundings_of_float32_excuse_none_to_bfloat16(roundings, tmp_path):
     kept, broken = (over_micro_batches(dtype, sums="float32", roundings=roundings) for dtype in (torch.float32, None))
@@ -68,6 +69,7 @@ def tripled(mesh, x):
     return (x.to(torch.bfloat16) * 3.0).to(x.dtype)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_inside_allows_a_dtype_narrower_than_the_tested_one(tmp_path):
     only = {"reference": lambda x: x * 3.0, "dtypes": ("float32",)}
     assert declared(tripled, **only, inside="bfloat16").verify().ok

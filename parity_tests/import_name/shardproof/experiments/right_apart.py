@@ -30,7 +30,7 @@ from shardproof.engines.lockstep import lockstep
 from shardproof.engines.processes import orphans
 from shardproof.engines.program import Program
 from shardproof.experiments.existing import caches
-from shardproof.judge.compare import compare
+from shardproof.judge.compare import compared
 from shardproof.judge.reference import Reference, evaluate, undefined_gradients
 
 MOST_PROCESSES = 4
@@ -58,10 +58,9 @@ class JudgedCase:
         program = Program.of(scheme)
         try:
             results = run(wrap(program) if wrap else program, self.case, self.case.engine, quiet_s=QUIET_S).results
-            tensors = compare(scheme, self.case, results, self.reference, self.undefined)
         except RankFailure:
             return False
-        return all(tensor.ok for tensor in tensors)
+        return all(tensor.ok for tensor in compared(scheme, self.case, results, self.reference, self.undefined))
 
 
 def can_fork() -> bool:
