@@ -93,7 +93,7 @@ def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], errors: Declar
         _check_no_cycle([*path, name], dims, errors)
 
 
-def formula_names(text: str, name: str, errors: DeclarationErrors) -> list[str]:
+def formula_names(text: str, name: str, errors: DeclarationErrors) -> Sequence[str]:
     """Dims and axes in a formula; rejects anything except +, -, *, // of these and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
@@ -112,8 +112,9 @@ def _parsed(formula: str) -> ast.expr:
     return ast.parse(formula, mode="eval").body
 
 
-def names_in(formula: str) -> list[str]:
-    return [node.id for node in ast.walk(_parsed(formula)) if isinstance(node, ast.Name)]
+@cache
+def names_in(formula: str) -> tuple[str, ...]:
+    return tuple(node.id for node in ast.walk(_parsed(formula)) if isinstance(node, ast.Name))
 
 
 def complete_dims(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:

@@ -93,7 +93,7 @@ def shapes(
 
 def _units_of_rounds(
     scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
-) -> list[dict[str, int]]:
+) -> Sequence[Mapping[str, int]]:
     """The unit of each size on each mesh; with too many meshes, one unit that serves them all."""
     units = list({tuple(sorted(unit.items())): unit for unit in (units_of(scheme, mesh) for mesh in tried)}.values())
     if len(units) > max(limit // 2, 1):

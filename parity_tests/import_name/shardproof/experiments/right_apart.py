@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ import torch
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.endings import exits
+from shardproof.endings.raised import none_if_raised
 from shardproof.engines.engines import run
 from shardproof.engines.failure import RankFailure
 from shardproof.engines.lockstep import lockstep
@@ -61,6 +62,12 @@ class JudgedCase:
         except RankFailure:
             return False
         return all(tensor.ok for tensor in compared(scheme, self.case, results, self.reference, self.undefined))
+
+
+def judged_cases(scheme: Declared, derived: Iterable[CaseSpec | None]) -> list[JudgedCase]:
+    """The cases that exist and that the reference takes."""
+    judged = (none_if_raised(JudgedCase.of)(scheme, case) for case in derived if case is not None)
+    return [each for each in judged if each is not None]
 
 
 def can_fork() -> bool:
