@@ -77,11 +77,13 @@ def declared(function, reference, **more):
     )(lambda mesh, x, a, b: function(x, a, b))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_stored_intermediates_keep_the_promise(seed):
     assert verify(declared(in_float32, gated, sums="float32"), seed=seed).ok
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rounding_more_breaks_it(seed, tmp_path):
