@@ -16,13 +16,15 @@ import pytest
 from hypothesis import settings
 
 from parity_tests.slow import mark_other_values
+from shardproof import verification
 from shardproof.declare.declared import Declared
 from shardproof.draw import profiles
 from shardproof.draw.reproducible import make_draws_reproducible
 from shardproof.engines.collector import collect_rarely, freeze_heap
+from shardproof.engines.processes import pool
+from shardproof.experiments import notes
 from shardproof.pytest_plugin import pytest_configure as pytest_configure  # our own mark is known
 from shardproof.report import tested_versions
-from shardproof.verification import check_cases
 
 collect_rarely()
 make_draws_reproducible()
@@ -77,7 +79,7 @@ class SchemeTest(pytest.Function):
     @classmethod
     def of(cls, module: pytest.Module, scheme: Declared, mark: pytest.Mark) -> pytest.Item:
         fixed = "-".join(f"{name}={value}" for name, value in mark.kwargs.items())
-        body = functools.partial(check_cases, scheme, *mark.args, **mark.kwargs)
+        body = functools.partial(verification.check_cases, scheme, *mark.args, **mark.kwargs)
         test = cls.from_parent(module, name=f"{scheme.name}[{fixed}]" if fixed else scheme.name, callobj=body)
         test.scheme = scheme
         test.own_markers += scheme.fn.pytestmark  # with other marks of the function
@@ -132,6 +134,23 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, own_folders: Iterator[Path]) -> 
 def nothing_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports read alike on every torch; the line about newer versions has tests of its own."""
     monkeypatch.setattr(tested_versions, "TESTED", {})
+
+
+@pytest.fixture
+def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` ends with the smallest failing case: no fresh processes confirm it, and no other cases explain it.
+
+    For tests of which case is found, and with which verdict.
+    """
+    monkeypatch.setattr(pool, "start_ahead", lambda: None)
+    monkeypatch.setattr(verification, "second_opinion", lambda scheme, report, *_: report)
+    monkeypatch.setattr(verification, "check_notes", lambda scheme, report: report)
+
+
+@pytest.fixture
+def without_line_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes name no edited line, whose search takes seconds: for tests of notes that are made before it."""
+    monkeypatch.setattr(notes, "name_edited_line", lambda scheme, report, failing, notes: notes)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ KEPT = {places[number % len(places)] for number, places in enumerate(PLACES)}
 
 
 # One scheme after the other, so that its cases are there.
-@pytest.mark.fast_values(48)
+@pytest.mark.fast_values(24)
 @pytest.mark.parametrize(("key", "where"), slow_unless(KEPT.__contains__, EVERYWHERE))
 def test_a_scheme(key, where):
     WHERE[where](key)

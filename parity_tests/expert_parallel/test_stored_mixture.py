@@ -33,6 +33,7 @@ def check_same(function, reference, floats):
             assert np.abs(got - want).max() <= ERROR * np.abs(want).max()
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_it_is_the_mixture(exchange):
     stored = getattr(stored_mixture, f"by_{exchange}")
@@ -41,6 +42,7 @@ def test_it_is_the_mixture(exchange):
     check_same(lambda x: stored(**x, experts=experts, mesh=MESH), lambda x: mixture(**x, experts=experts), floats)
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 def test_it_is_the_mixture_with_biases(exchange):
     stored = getattr(stored_mixture, f"pairs_by_{exchange}")

@@ -242,6 +242,7 @@ def test_there_is_one_for_each_condition():
     assert tuple(WRONG) == CONDITIONS
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.fast_values(4)
 @pytest.mark.parametrize("name", WRONG)
 def test_each_condition_finds_its_own_mistake(name):

@@ -192,6 +192,7 @@ def test_the_default_group_on_a_one_axis_mesh(sizes):
     assert right.ok and not any("spare" in mesh for mesh in right.meshes), str(right)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_failure_that_needs_no_larger_world_is_reported_without_it():
     report = declared(lambda mesh, x: x * 3).verify()
     assert not report.ok and "spare" not in report.case.mesh
@@ -224,6 +225,7 @@ def test_dims_that_are_one():
     assert wrong.verdict == "mismatch" and str(wrong.tensors[0].argument.spec) == "b (g q)/tp"
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_sizes_that_are_written_out_and_leading_dims():
     specs = {"inputs": {"x": "... 3 8/tp"}, "outputs": "... 8/tp", "mesh": {"tp": (1, 2, 4)}}
     right = declared(lambda mesh, x: x.sum(2), lambda x: x.sum(2), **specs).verify(examples=12)

@@ -18,6 +18,7 @@ from torch_impl.vocab_parallel import statistics as st
 pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)
 if INTERPRETED:  # a rank's tensors are on the CPU
 
+    @pytest.mark.slow  # the scheme of the gradient runs these statistics, with the entropy's besides
     @given(every_case(triton_logprob))
     def test_parity(case):
         check(case)

@@ -31,7 +31,7 @@ def test_every_configuration_is_on_every_mesh():
     assert {chosen for chosen, *_ in OURS + VIEWS + IN_TURN} == {chosen for chosen, *_ in EVERY}
 
 
-@pytest.mark.fast_values(4)
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("case", OURS + VIEWS + IN_TURN, ids=label)
 def test_one_step_matches_one_process(case):
     chosen, _, mesh = case

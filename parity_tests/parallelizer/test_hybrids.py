@@ -49,7 +49,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.fast_values(2)
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("chosen", SETTINGS, ids=str)
 def test_one_step_matches_one_process(chosen):
     assert configurations.judged(Chosen(chosen.family), dict(chosen.mesh), LENGTH, **dict(chosen.switches)) == []

@@ -134,7 +134,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.fast_values(3)
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("chosen", TRAINED, ids=str)
 def test_three_steps_match_transformers(chosen):
     batches = [batch(chosen, 3, 7, seed) for seed in range(3)]

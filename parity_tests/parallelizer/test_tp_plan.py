@@ -52,7 +52,7 @@ def trained(model, ids, targets, times):
     return loss, torch.cat(logits).detach().numpy(), outcome
 
 
-@pytest.mark.fast_values(4)
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize(
     ("chosen", "tp"), [(chosen, tp) for chosen in MODELS for tp in (1, 2, 4) if tp > 1 or chosen.tied], ids=str
 )

@@ -130,6 +130,7 @@ def test_a_strategys_numbers_are_recorded_and_shrink():
     assert json.loads(report.case.json)["values"]["x"]["numbers"] == [8.0]
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_replay_repeats_the_numbers_of_a_function(tmp_path, monkeypatch):
     """From its file, in the words of another run: the failing error is the same to the last digit."""
     file = tmp_path / "mine.py"
@@ -190,6 +191,7 @@ def test_processes_draw_the_references_numbers():
     assert report.ok, str(report)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_router_that_takes_exactly_k():
     """Top-k routing by a mask that is drawn: a sum over the experts of each rank; a wrong one scales by k."""
     inputs_of = {"x": "t e/ep", "chosen": "t e/ep"}

@@ -28,18 +28,25 @@ def planned_cases(scheme, count=MOST_PLANNED, seed=0, **fixed):
     ]
 
 
-def test_every_built_in_scheme_draws_every_pair():
+PARTS = 4  # of the built-in schemes; a mistake in the plan shows in many of them
+
+
+@pytest.mark.fast_values(1)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_built_in_scheme_draws_every_pair(part):
     """Of a listed size or option with a mesh or a dtype, and of two options: none that can be drawn is left out."""
     missing = {}
-    for each in built_in():
+    for each in built_in()[part::PARTS]:
         if names := coverage.pairs_not_drawn(each, {}, planned_cases(each), **DRAWN):
             missing[each.name] = names
     assert not missing
 
 
-def test_a_pair_that_can_be_sharded_has_a_shape():
+@pytest.mark.fast_values(1)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_pair_that_can_be_sharded_has_a_shape(part):
     """A shape is found by trying each size on each mesh by itself, without `features`."""
-    for each in built_in():
+    for each in built_in()[part::PARTS]:
         if each.assume or each.layouts or each.depends_on_mesh:
             continue
         tried = meshes(each, {}, None)
@@ -102,6 +109,7 @@ two_options = declared(
 )
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", slow_but([0], range(20)))
 def test_a_mistake_for_one_pair_of_options_is_found(seed, tmp_path):
     report = verify(two_options, seed=seed, replay_folder=str(tmp_path))
@@ -149,6 +157,7 @@ def repeated_heads_in_the_wrong_order(mesh, q, k, v):
     return all_to_all(out, mesh["cp"], split_dim=1, concat_dim=2)
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_a_mistake_at_one_size_on_one_mesh_is_found(seed, tmp_path):
     report = verify(repeated_heads_in_the_wrong_order, seed=seed, replay_folder=str(tmp_path))
@@ -209,6 +218,7 @@ def masked_mean_over_the_count_of_dp(mesh, x, keep):
     return (x * keep).float().sum() / count / mesh.size("cp")
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", slow_but([0], range(3)))
 def test_a_masked_mean_over_the_count_of_one_axis_is_found(seed, tmp_path):
     report = verify(masked_mean_over_the_count_of_dp, seed=seed, replay_folder=str(tmp_path))

@@ -141,6 +141,7 @@ def test_it_is_verified_where_it_can_be_sharded():
     assert declaration.verify(t=4).meshes == ("ring=1", "ring=2")
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_sharded():
     def tripled(mesh, x):
         return x * 3

@@ -72,6 +72,7 @@ def fresh_state(monkeypatch):
     monkeypatch.setattr(verify_one_case, "run", run_afresh)
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("difference", WRONG)
 def test_a_key_that_lacks_something_is_found_and_named(difference):

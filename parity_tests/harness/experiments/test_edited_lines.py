@@ -57,6 +57,7 @@ def test_a_neighbour_on_the_wrong_side():
     assert note == f"{RIGHT_ONCE}{line} has `parts[(rank - 1) % size][-1:]`, not `parts[(rank + 1) % size][-1:]`"
 
 
+@pytest.mark.slow
 def test_a_row_too_many():
     case = {"tp": 2, "s": 8, "d": 3}
     note = first_note(a_row_too_many, of_first_rows, {"x": "s/tp d", "w": "d tp=I"}, "d tp=I", case)
@@ -101,6 +102,7 @@ def decayed_sum(mesh, x, decay):
     return total * 3
 
 
+@pytest.mark.slow
 def test_a_running_sum_that_is_not_scaled():
     def reference(x, decay):
         total = jnp.zeros_like(x[0])
@@ -158,6 +160,7 @@ class _Weighted(torch.autograd.Function):
         return 2 * grad * w.tanh() * w, grad * x**2
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_computed_where_a_stored_one_belongs():
     note = first_note(
         lambda mesh, x, w: _Weighted.apply(x, w), lambda x, w: w * x**2, {"x": "b v/tp", "w": "b v/tp"}, "b v/tp",
@@ -189,6 +192,7 @@ def of_a_local_length(mesh, x):
     return x * torch.tensor(1.0 + length / 3).log()
 
 
+@pytest.mark.slow
 def test_a_length_of_one_rank_for_the_length_of_all():
     note = first_note(
         of_a_local_length, lambda x: x * jnp.log(1.0 + x.shape[0] / 3), {"x": "s/tp d"}, "s/tp d",
@@ -215,7 +219,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
     )(a_row_too_many)
     case = declaration.case(tp=2, s=8, d=3)
     line = int(line_of(a_row_too_many, "rows <= 3").rpartition(":")[2])
-    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::4]
+    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::8]
     judged = [JudgedCase.of(declaration, case)]
     found = which_are_right(declaration, edits, judged, 60.0)
     assert found

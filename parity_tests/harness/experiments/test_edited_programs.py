@@ -217,6 +217,7 @@ def divided_twice(mesh, x):
     return x + (mean**2).sum() / mesh.size("tp")
 
 
+@pytest.mark.usefixtures("without_line_edits")
 def test_equal_results_of_all_ranks_are_no_parts():
     """Their sum is right only as it undoes the second division."""
     notes = notes_of(
@@ -232,6 +233,7 @@ def balance_divided_twice(mesh, x):
     return x + (fraction * mean).sum() / mesh.size("tp")
 
 
+@pytest.mark.usefixtures("without_line_edits")
 def test_a_missing_factor_is_no_part_of_other_ranks():
     """The result of `fraction * mean` is the same on all ranks, the comparison before it is not."""
     notes = notes_of(

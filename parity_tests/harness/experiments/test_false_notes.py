@@ -90,6 +90,7 @@ def third_of_the_gradient(x):
     return (3 * x).detach() + (x - x.detach())
 
 
+@pytest.mark.usefixtures("without_line_edits")
 def test_no_collective_is_to_blame_where_one_rank_is_enough():
     declaration = declared(lambda mesh, x: third_of_the_gradient(x), lambda x: 3.0 * x, "b/tp", "b/tp",
                            mesh={"tp": (1, 2)})  # fmt: skip
@@ -187,6 +188,7 @@ def test_a_mean_of_local_means_keeps_a_factor_on_each_rank():
     assert any(n.startswith(note) for n in declaration.verify(cp=2).notes["d/d x"])
 
 
+@pytest.mark.usefixtures("without_line_edits")  # one divides by the factor, which is right
 def test_a_sum_is_not_blamed_for_a_factor_that_is_the_ranks_by_chance():
     doubled = reduced_by(dist.ReduceOp.SUM, factor=2.0)
     declaration = declared(

@@ -22,6 +22,7 @@ def with_a_neighbour(x):
     return 2 * x + 1e-3 * x.roll(1, 0)
 
 
+@pytest.mark.usefixtures("without_line_edits")
 @pytest.mark.parametrize(("function", "is_narrow"), [(in_bfloat16, True), (with_a_neighbour, False)])
 def test_bfloat16_accumulation_needs_a_bfloat16_tensor(function, is_narrow):
     declaration = declared(lambda mesh, x: function(x))
@@ -42,6 +43,7 @@ def rounded_in_bfloat16(x):
     return x * 3.1 / 3.1 * 2.9 / 2.9 * 2.0
 
 
+@pytest.mark.usefixtures("without_line_edits")
 @pytest.mark.parametrize(("function", "is_rounding"), [(rounded_in_bfloat16, True), (shifted_in_bfloat16, False)])
 def test_an_error_of_rounding_grows_with_the_inputs(function, is_rounding):
     declaration = declared(lambda mesh, x: function(x), dtypes=("bfloat16",), roundings=0)

@@ -1,6 +1,7 @@
 """A loss is one number, which fits any claim: the share of a mask, and what its gradient tells."""
 
 import jax.numpy as jnp
+import pytest
 import torch
 
 from shardproof import ids, mask, scheme, values
@@ -46,8 +47,9 @@ def test_a_mean_over_kept_elements_in_place_of_all():
     assert "(= 1/the share of keep that counts): a mean divides by the elements that count" in notes["out"][0], notes
 
 
+@pytest.mark.usefixtures("without_line_edits")
 def test_a_loss_without_a_pattern_shows_the_place_of_its_gradient():
-    """A term too many at some places, by no line that is easily edited."""
+    """A term too many at some places."""
 
     def total(mesh, x, labels):
         return all_reduce((x.cosh() + torch.where(labels < 0, x**3, 0.0).sinh()).sum(), mesh["dp"])
@@ -59,6 +61,7 @@ def test_a_loss_without_a_pattern_shows_the_place_of_its_gradient():
     assert notes["out"][0] == f"see d/d x: {notes['d/d x'][0]}", notes
 
 
+@pytest.mark.usefixtures("without_line_edits")
 def test_a_fitted_number_of_one_case_is_not_said():
     notes = notes_of(
         lambda mesh, x: 3.4 * x.cosh() if x.numel() == 2 else x.cosh() ** 2,

@@ -30,6 +30,7 @@ def test_a_failure_at_two_heads_is_reported_at_two_heads(seed):
     assert report.smallest and "smallest case: tp=1 b=1 s=1 h=2 d=1" in str(report)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_sizes_stay_divisible_and_declared():
     def wrong_on_wide_shards(mesh, x):
         return x * (3 if x.shape[1] < 3 else 2)
@@ -98,6 +99,7 @@ def test_ids_stay_the_same_on_fewer_ranks():
     assert Program.of(declaration).full_array(declaration.inputs[0], report.case).tolist() == [5]
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_the_least_size_that_can_be_sharded_is_tried():
     def wrong(mesh, x):
         return x * 2
@@ -109,6 +111,7 @@ def test_the_least_size_that_can_be_sharded_is_tried():
     assert dict(shrink(any_size, failing, {}).case.dims) == {"s": 8}
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("sizes", [[8, 4], range(4, 8)])
 def test_sizes_may_be_declared_by_any_sequence(sizes):
     def wrong(mesh, x):
@@ -128,6 +131,7 @@ def test_sizes_at_which_assume_raises_are_no_smaller_case():
     assert dict(shrink(any_size, failing, {}).case.dims) == {"b": 3}
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_given_sizes_are_kept():
     def wrong(mesh, x):
         return x * 2
@@ -137,6 +141,7 @@ def test_given_sizes_are_kept():
     assert report.smallest and "\nsmallest case with tp, v as given: tp=2 b=1 v=8" in str(report)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_where_all_sizes_are_given_no_case_is_called_the_smallest():
     def wrong(mesh, x):
         return x * 2
@@ -145,6 +150,7 @@ def test_where_all_sizes_are_given_no_case_is_called_the_smallest():
     assert not report.smallest and "\nfailing case: tp=2 b=2 v=8" in str(report)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_size_that_is_given_and_least_could_not_be_smaller():
     def wrong(mesh, x):
         return x * 2
@@ -153,6 +159,7 @@ def test_a_size_that_is_given_and_least_could_not_be_smaller():
     assert report.smallest and "\nsmallest case: tp=1 b=1 v=1" in str(report)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_another_mistake_at_a_smaller_size_is_not_followed():
     def two_mistakes(mesh, x):
         if x.shape[0] < 4:
@@ -164,6 +171,7 @@ def test_another_mistake_at_a_smaller_size_is_not_followed():
     assert dict(shrink(declared(two_mistakes, "b tp=I"), report, {}).case.dims) == {"b": 4}
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_sizes_that_the_reference_rejects_are_no_smaller_case():
     def with_room(x):
         if x.shape[0] in (2, 3):

@@ -203,6 +203,7 @@ def test_where_most_examples_are_undecided_there_is_no_pass():
     assert properties["undecided"] == str(report.undecided_examples) and suite.get("failures") == "1"
 
 
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("factor", [1.5, -1.0])
 def test_a_mistake_beside_ties_is_a_mismatch(factor):
     def wrong(x):
@@ -213,6 +214,7 @@ def test_a_mistake_beside_ties_is_a_mismatch(factor):
     assert greatest(wrong, kinds=("ties",)).verify(b=8, examples=20).verdict == "mismatch"
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_mistake_at_zeros_is_no_tie():
     def norm(mesh, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True))
@@ -281,6 +283,7 @@ def test_a_correct_bfloat16_mixture_of_experts_passes():
     assert verdicts == {"equal", "undecided"}
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_wrong_mixture_of_experts_is_a_mismatch():
     assert mixture(1.25).verify(examples=10).verdict == "mismatch"
 

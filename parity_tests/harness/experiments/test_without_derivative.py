@@ -86,6 +86,7 @@ def summed_and_detached(mesh, x):
     return total
 
 
+@pytest.mark.usefixtures("without_line_edits")
 def test_it_is_not_blamed_for_another_fault():
     declaration = declared(summed_and_detached, lambda x: (x**2).sum(0), "d tp=I")
     report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))

@@ -41,6 +41,7 @@ def over_micro_batches(dtype=None, **more):
     )(accumulated(dtype))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_sum_in_the_dtype_of_the_weight_breaks_the_promise(seed, tmp_path):
     report = verify(over_micro_batches(sums="float32"), seed=seed, replay_folder=str(tmp_path))
@@ -48,6 +49,7 @@ def test_a_sum_in_the_dtype_of_the_weight_breaks_the_promise(seed, tmp_path):
     assert report.notes["out"][0].endswith("to bfloat16 may do: sums='float32' promises none")
 
 
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_sum_in_float32_keeps_it(seed):
     assert verify(over_micro_batches(torch.float32, sums="float32"), seed=seed).ok
@@ -57,6 +59,8 @@ def test_without_the_promise_a_budget_allows_the_rounding():
     assert verify(over_micro_batches()).ok
 
 
+@pytest.mark.fast_values(1)
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("roundings", [1, 3])
 def test_roundings_of_float32_excuse_none_to_bfloat16(roundings, tmp_path):
     kept, broken = (over_micro_batches(dtype, sums="float32", roundings=roundings) for dtype in (torch.float32, None))
@@ -68,6 +72,7 @@ def tripled(mesh, x):
     return (x.to(torch.bfloat16) * 3.0).to(x.dtype)
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_inside_allows_a_dtype_narrower_than_the_tested_one(tmp_path):
     only = {"reference": lambda x: x * 3.0, "dtypes": ("float32",)}
     assert declared(tripled, **only, inside="bfloat16").verify().ok

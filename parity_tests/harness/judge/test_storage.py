@@ -77,11 +77,14 @@ def declared(function, reference, **more):
     )(lambda mesh, x, a, b: function(x, a, b))
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_stored_intermediates_keep_the_promise(seed):
     assert verify(declared(in_float32, gated, sums="float32"), seed=seed).ok
 
 
+@pytest.mark.fast_values(1)
+@pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rounding_more_breaks_it(seed, tmp_path):
     broken = declared(with_one_rounding_more, gated, sums="float32")
@@ -92,6 +95,7 @@ def test_a_budget_of_two_roundings_hides_it():
     assert verify(declared(with_one_rounding_more, unmarked, roundings=2)).ok
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_without_a_mark_nothing_may_be_stored(tmp_path):
     assert verify(declared(in_float32, unmarked, sums="float32"), replay_folder=str(tmp_path)).verdict == "mismatch"
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from shardproof.declare.case import CaseSpec, SizesAndOptions
@@ -171,7 +172,7 @@ class Declared:
         """The keywords of both sides and of the ranks only, each with the values to try."""
         return {**self.options, **self.rank_options}
 
-    @property
+    @cached_property
     def depends_on_mesh(self) -> bool:
         """Whether the size of a dim depends on an axis, as in dims={"e": "2*ep"}."""
         rules = [rule for rule in self.dims.values() if isinstance(rule, str)]

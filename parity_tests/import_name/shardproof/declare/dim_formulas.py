@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], errors: Declar
         _check_no_cycle([*path, name], dims, errors)
 
 
-def formula_names(text: str, name: str, errors: DeclarationErrors) -> list[str]:
+def formula_names(text: str, name: str, errors: DeclarationErrors) -> Sequence[str]:
     """Dims and axes in a formula; rejects anything except +, -, *, // of these and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
@@ -105,8 +106,15 @@ def formula_names(text: str, name: str, errors: DeclarationErrors) -> list[str]:
     return names_in(text)
 
 
-def names_in(formula: str) -> list[str]:
-    return [node.id for node in ast.walk(ast.parse(formula, mode="eval")) if isinstance(node, ast.Name)]
+@cache
+def _parsed(formula: str) -> ast.expr:
+    """The tree of a formula, which is evaluated for each shape that is tried."""
+    return ast.parse(formula, mode="eval").body
+
+
+@cache
+def names_in(formula: str) -> tuple[str, ...]:
+    return tuple(node.id for node in ast.walk(_parsed(formula)) if isinstance(node, ast.Name))
 
 
 def complete_dims(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
@@ -116,7 +124,7 @@ def complete_dims(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mappi
     while waiting:
         for name, formula in list(waiting.items()):
             try:
-                full[name] = _evaluated(ast.parse(formula, mode="eval").body, {**mesh, **full})
+                full[name] = _evaluated(_parsed(formula), {**mesh, **full})
                 del waiting[name]
             except KeyError:
                 continue

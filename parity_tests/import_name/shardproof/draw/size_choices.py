@@ -15,6 +15,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.dim_formulas import complete_dims, names_in
 from shardproof.declare.spec import Dim, Sharding
 from shardproof.draw import custom_layout
+from shardproof.draw.scheme_cache import once_for_scheme
 from shardproof.endings.raised import message_of, pass_interrupt
 
 LOCAL = (2, 3, 5, 1, 8)  # local sizes of a dim; with 1, many mistakes do not show
@@ -92,7 +93,7 @@ def shapes(
 
 def _units_of_rounds(
     scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
-) -> list[dict[str, int]]:
+) -> Sequence[Mapping[str, int]]:
     """The unit of each size on each mesh; with too many meshes, one unit that serves them all."""
     units = list({tuple(sorted(unit.items())): unit for unit in (units_of(scheme, mesh) for mesh in tried)}.values())
     if len(units) > max(limit // 2, 1):
@@ -334,7 +335,8 @@ def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()
         return next((reason for reason in reasons if reason), None)
 
 
-def free_dims(scheme: Declared) -> list[str]:
+@once_for_scheme
+def free_dims(scheme: Declared) -> Sequence[str]:
     """Dims with a free size: all except numbers and dims with a formula."""
     names: dict[str, None] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
@@ -344,7 +346,7 @@ def free_dims(scheme: Declared) -> list[str]:
     for rule in scheme.dims:
         if not isinstance(scheme.dims[rule], str):
             names[rule] = None
-    return list(names)
+    return tuple(names)
 
 
 def shape_of_turn(
@@ -401,16 +403,29 @@ def _tied(
     return None
 
 
-def _offsets_dims(scheme: Declared) -> set[str]:
+@once_for_scheme
+def _offsets_dims(scheme: Declared) -> Collection[str]:
     """Dims that count offsets of sequences: one more than the number of sequences, which is at least one."""
     return {arg.spec.dims[0].name for arg in scheme.inputs if scheme.draws[arg.name].kind == "offsets"}
 
 
-def units_of(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
+def units_of(scheme: Declared, mesh: Mapping[str, int]) -> Mapping[str, int]:
     """Each dim's unit on this mesh: its size must be a multiple.
 
     Custom layouts have no unit and are asked about each size.
     """
+    by_mesh, key = _units(scheme), tuple(mesh.items())
+    if key not in by_mesh:
+        by_mesh[key] = _units_on(scheme, mesh)
+    return by_mesh[key]
+
+
+@once_for_scheme
+def _units(scheme: Declared) -> dict[Any, Mapping[str, int]]:
+    return {}
+
+
+def _units_on(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
     unit: dict[str, int] = {}
     for dim in _sharded_dims(scheme):
         custom = [sharding for sharding in dim.shardings if sharding.layout in scheme.layouts]
@@ -429,6 +444,7 @@ def units_of(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
     return unit
 
 
-def _sharded_dims(scheme: Declared) -> list[Dim]:
+@once_for_scheme
+def _sharded_dims(scheme: Declared) -> Sequence[Dim]:
     dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.shardings]
-    return list(dict.fromkeys(dims))
+    return tuple(dict.fromkeys(dims))

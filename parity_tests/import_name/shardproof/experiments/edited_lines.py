@@ -25,7 +25,7 @@ from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.existing import caches
 from shardproof.experiments.line_edits import LineEdit, edits_of
-from shardproof.experiments.right_apart import JudgedCase, can_fork, which_are_right
+from shardproof.experiments.right_apart import JudgedCase, can_fork, judged_cases, which_are_right
 from shardproof.experiments.running_lines import Functions, running_functions
 from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
@@ -72,8 +72,8 @@ def _names_a_cause(note: Note) -> bool:
 def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> list[LineEdit]:
     """The edits of the lowest rank that are right in all cases, the smallest of each line."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
-    judged = _judged(scheme, [smallest.case])
-    others = _judged(scheme, _other_cases(scheme, report, [*failing, report], smallest))
+    judged = judged_cases(scheme, [smallest.case])
+    others = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest))
     by_rank = _by_rank(scheme, report, smallest, others)
     for rank, edits in sorted(by_rank.items()) if judged and others else ():
         mending = _right(scheme, edits, judged, SEARCH_S[rank])
@@ -138,9 +138,3 @@ def _lines(functions: Functions) -> set[tuple[str, int]]:
 @none_if_raised
 def _drawn(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec:
     return draw_case(scheme, even_chooser(number), {}, dtype=case.dtype, engine=case.engine)
-
-
-def _judged(scheme: Declared, derived: Iterable[CaseSpec | None]) -> list[JudgedCase]:
-    """The cases that exist and that the reference takes."""
-    judged = (none_if_raised(JudgedCase.of)(scheme, case) for case in derived if case is not None)
-    return [each for each in judged if each is not None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, combinations, islice, product
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardproof.experiments.combined_operations import (
     Recorder,
     Writer,
 )
-from shardproof.experiments.right_apart import JudgedCase
+from shardproof.experiments.right_apart import JudgedCase, judged_cases
 from shardproof.explain.arithmetic import names_a_number
 from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
@@ -102,9 +102,10 @@ def _fails_on_one_rank(scheme: Declared, report: Report) -> bool:
 def _that_mend(scheme: Declared, report: Report, others: Sequence[CaseSpec], edits: Iterable[Edit]) -> Iterator[Edit]:
     """The edits with which all tensors of all these cases are right."""
     failing = JudgedCase.of(scheme, report.case)
+    others_judged = cache(partial(judged_cases, scheme, others))  # most edits mend not even the first case
 
     def mends(wrap: Callable[[Program], Callable[..., Any]]) -> bool:
-        return failing.is_right(scheme, wrap) and all(map(_is_right, cases.reports(scheme, others, wrap)))
+        return failing.is_right(scheme, wrap) and all(each.is_right(scheme, wrap) for each in others_judged())
 
     for edit in edits:
         if mends(edit.wrap) and not (edit.control and mends(edit.control)):

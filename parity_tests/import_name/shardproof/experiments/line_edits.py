@@ -11,8 +11,9 @@ import ast
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from functools import lru_cache
 from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any
@@ -155,9 +156,15 @@ class _Source:
 
     @classmethod
     def of(cls, file: str) -> _Source:
+        """The file as it reads now; each text is parsed once, and its functions are looked for anew."""
+        return replace(cls._of_text(file, "".join(linecache.getlines(file))), units={})
+
+    @classmethod
+    @lru_cache(maxsize=64)  # files that a scheme runs
+    def _of_text(cls, file: str, text: str) -> _Source:
         source = cls(file)
         try:
-            tree = ast.parse("".join(linecache.getlines(file)))
+            tree = ast.parse(text)
         except (SyntaxError, ValueError):
             return source
         source.imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,13 +24,14 @@ import torch
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.endings import exits
+from shardproof.endings.raised import none_if_raised
 from shardproof.engines.engines import run
 from shardproof.engines.failure import RankFailure
 from shardproof.engines.lockstep import lockstep
 from shardproof.engines.processes import orphans
 from shardproof.engines.program import Program
 from shardproof.experiments.existing import caches
-from shardproof.judge.compare import compare
+from shardproof.judge.compare import compared
 from shardproof.judge.reference import Reference, evaluate, undefined_gradients
 
 MOST_PROCESSES = 4
@@ -58,10 +59,15 @@ class JudgedCase:
         program = Program.of(scheme)
         try:
             results = run(wrap(program) if wrap else program, self.case, self.case.engine, quiet_s=QUIET_S).results
-            tensors = compare(scheme, self.case, results, self.reference, self.undefined)
         except RankFailure:
             return False
-        return all(tensor.ok for tensor in tensors)
+        return all(tensor.ok for tensor in compared(scheme, self.case, results, self.reference, self.undefined))
+
+
+def judged_cases(scheme: Declared, derived: Iterable[CaseSpec | None]) -> list[JudgedCase]:
+    """The cases that exist and that the reference takes."""
+    judged = (none_if_raised(JudgedCase.of)(scheme, case) for case in derived if case is not None)
+    return [each for each in judged if each is not None]
 
 
 def can_fork() -> bool:

@@ -19,7 +19,7 @@ rounded to the tested dtype, and every operation of the reference to the dtype o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -112,18 +112,28 @@ def compare(
     undefined: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> list[TensorComparison]:
     """Compare each output and each gradient; `undefined` elements of a gradient may have any value."""
-    tensors = []
+    return list(compared(scheme, case, results, reference, undefined))
+
+
+def compared(
+    scheme: Declared,
+    case: CaseSpec,
+    results: Sequence[RankResult],
+    reference: Reference,
+    undefined: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> Iterator[TensorComparison]:
+    """The comparisons of `compare`, each made when it is asked for: who looks for a wrong one may stop there."""
     for arg in scheme.outputs:
         shards = [result.outputs[arg.name] for result in results]
         stitched = stitch(arg, shards, case, scheme.layouts, "output")
         want = reference.outputs[arg.name]
         if arg.is_integer:
-            tensors.append(_exact(arg, stitched, want, partial(owners, arg, case, scheme.layouts)))
+            yield _exact(arg, stitched, want, partial(owners, arg, case, scheme.layouts))
             continue
         spread = reference.output_spread[arg.name]
         count = _terms(scheme, case, arg, "output") * stitched.summed_ranks
         dtype = results[0].dtypes[arg.name]
-        tensors.append(_compare_elements(scheme, case, arg, "output", stitched, want, spread, count, dtype))
+        yield _compare_elements(scheme, case, arg, "output", stitched, want, spread, count, dtype)
     for arg in scheme.inputs:
         if not arg.differentiable or not has_gradients(case, arg.name):
             continue
@@ -139,7 +149,7 @@ def compare(
                 for shard, result in zip(shards, results, strict=True)
             ]
             gradient_is_none = stitch(arg, is_there, case, scheme.layouts, "gradient").copies == 0.0
-        comparison = _compare_elements(
+        yield _compare_elements(
             scheme,
             case,
             arg,
@@ -152,8 +162,6 @@ def compare(
             gradient_is_none=gradient_is_none,
             undefined=undefined.get(arg.name),
         )
-        tensors.append(comparison)
-    return tensors
 
 
 def element_budgets(

@@ -213,7 +213,7 @@ class TracedProgram:
         xp = self._xp
         errors = self._errors_of(tangent_errors, size.size, number)
         finite = xp.where(xp.isfinite(size), size, 0.0)
-        error = errors.reshape((len(tangent_errors), *size.shape)).astype(size.dtype) * finite[None]
+        error = errors.reshape((len(tangent_errors), *size.shape)).astype(size.dtype, copy=False) * finite[None]
         return error if tangent is None else tangent + error
 
     def _off_by(self, value: Any, size: Any, value_errors: Any, number: int) -> Any:
