@@ -176,6 +176,24 @@ def test_a_second_derivative_over_a_halo_is_rejected():
     run(body, CaseSpec(scheme="documents", mesh={"cp": N}))
 
 
+def test_gradients_of_a_halo_are_summed_in_float32():
+    """256 of the key's own rank and 1 of each of two others: bfloat16 has 258, and loses a 1 beside 256."""
+    own, window = 7, 11  # the last key of rank 0, which has 8 keys; of queries 7 to 17
+    cotangents = {own: 256.0 * (own + 1), 15: float(window), 16: float(window)}  # times the share of each key
+
+    def body(mesh, case):
+        layout = TokenLayout.dense("contiguous", 32, cp_size=N, cp_rank=mesh.rank("cp"))
+        q, k, v = (torch.zeros(1, 1, 8, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, window=window)
+        every = torch.zeros(1, 1, 32, 4, dtype=out.dtype)
+        for query, cotangent in cotangents.items():
+            every[:, :, query] = cotangent
+        return torch.autograd.grad(out, v, layout.shard(every, 2))[0][0, 0, own].tolist()
+
+    first, *_ = run(body, CaseSpec(scheme="documents", mesh={"cp": N})).results
+    assert first == [258.0] * 4
+
+
 def test_layers_share_a_route():
     layout = TokenLayout.dense("contiguous", 16, cp_size=2, cp_rank=0)
     assert key_routes.key_transfer(layout, True, 3) is key_routes.key_transfer(layout, True, 3)

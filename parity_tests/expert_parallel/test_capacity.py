@@ -79,7 +79,7 @@ def kept_of_each_rank(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity
 
 
 def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
-    capacity = -(-Fraction(factor) * experts.size // len(down))  # the mean load, times the factor, rounded up
+    capacity = -(-Fraction(str(factor)) * experts.size // len(down))  # the mean load, times the factor, rounded up
     return mixture(x, gates, experts, gate_up, down, by_rule(experts, gates, len(down), int(capacity), by))
 
 
@@ -139,7 +139,7 @@ def test_a_global_rule_does_not_depend_on_the_ranks(by):
 
 @pytest.mark.parametrize(
     ("tokens", "k", "num_experts", "factor", "capacity"),
-    [(8, 2, 4, 1.0, 4), (9, 2, 4, 1.0, 5), (8, 1, 4, 1.25, 3), (0, 2, 4, 1.0, 0)],
+    [(8, 2, 4, 1.0, 4), (9, 2, 4, 1.0, 5), (8, 1, 4, 1.25, 3), (0, 2, 4, 1.0, 0), (100, 1, 1, 1.1, 110)],
 )
 def test_capacity_is_rounded_up(tokens, k, num_experts, factor, capacity):
     assert expert_capacity(tokens, k, num_experts, factor) == capacity

@@ -187,6 +187,31 @@ def test_the_layer_has_numbers_beyond_the_limit():
     assert (columns > 7).sum() > 10 and (columns[:, 1::2] < -7).sum() > 10 and (columns.abs() < 7).sum() > 10
 
 
+def test_the_gradient_of_a_narrow_bias_is_rounded_once():
+    """255 rows of 1 + 2^-8, less a little: their sum is near 256, and each by itself rounds to 1."""
+    rows, gate = 255, 1.0 + 0.99 * 2.0**-8
+
+    def body(mesh, case):
+        x, experts = torch.zeros(rows, 8, dtype=torch.bfloat16), torch.zeros(rows, 1, dtype=torch.int64)
+        gate_up, down = (torch.zeros(1, *sizes, dtype=torch.bfloat16) for sizes in ((8, 16), (8, 8)))
+        biases = [torch.zeros(1, size, dtype=torch.bfloat16, requires_grad=True) for size in (16, 8)]
+        y = routed_experts(
+            x,
+            torch.full((rows, 1), gate),
+            experts,
+            gate_up,
+            down,
+            mesh["ep"],
+            gate_up_bias=biases[0],
+            down_bias=biases[1],
+            activation=ClampedSwiGLU(),
+        )
+        return torch.autograd.grad(y, biases[1], torch.ones_like(y))[0].tolist()
+
+    (gradient,) = run(body, CaseSpec(scheme="gpt_oss", mesh={"ep": 1})).results
+    assert gradient == [[256.0] * 8]
+
+
 def test_a_limit_that_is_not_positive_is_rejected():
     with pytest.raises(ValueError, match="ClampedSwiGLU: limit=0 must be positive"):
         ClampedSwiGLU(limit=0)

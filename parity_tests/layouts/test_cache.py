@@ -160,3 +160,6 @@ def test_streams_of_equal_offsets_share_a_layout():
     with torch.inference_mode():
         in_inference = layout(torch.tensor([0, 8, 8, 12]))
     assert not in_inference.local_index.is_inference()
+    assert layout(torch.tensor([0, 8, 12, -1, -1])).cu_padded.tolist() == [0, 8, 12]
+    with pytest.raises(ValueError, match="cu_seqlens ends at 8 but the stream holds 12 tokens"):
+        layout(torch.tensor([0, 8]))

@@ -23,14 +23,16 @@ from torch_impl.mamba import Mamba2Mixer
 
 OF_STRATEGY = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D")
 # How a strategy gets its ranks, its tokens and its parameters.
-WAYS = ("by name", "by layout", "by layout and offsets", "by mesh", "copied", "of DTensors")
+WAYS = ("by name", "by name and fill", "by layout", "by layout and offsets", "by mesh", "copied", "of DTensors")
 
 
 def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, way="by name", **chosen) -> Tensor:
     """The mixer over cp with that strategy, in chunks of four tokens."""
+    with_fill = None if cu is None else torch.cat([cu, cu.new_full((2,), -1)])
     if way.startswith("by layout"):
         chosen["layout"] = layout_of(mesh, chosen.get("layout", "dual_chunk_swap"), u.shape[1] * mesh.size("cp"), cu)
-        cu = torch.cat([cu, cu.new_full((2,), -1)]) if way == "by layout and offsets" and cu is not None else None
+        cu = with_fill if way == "by layout and offsets" else None
+    cu = with_fill if way == "by name and fill" else cu
     ranks = mesh.device_mesh["cp"] if way == "by mesh" else mesh["cp"]
 
     def strategy(mixer):

@@ -15,7 +15,9 @@ from parity_tests.mamba.over_ranks import (
 )
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import Cost, check_cases, scheme
+from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaStatePassing, mamba_cp_bytes
+from torch_impl.mamba.segments import segments_of
 
 # 3 heads and 1 group, which two and four ranks cannot share, and 6 and 2, which two can; segments shorter than the
 # convolution's reach.
@@ -102,6 +104,27 @@ def test_a_stream_is_a_batch_of_one(layout, cu):
         return torch.equal(strategy.mix(x, offsets_of(cu)), strategy.mix(x[None], offsets_of(cu))[0])
 
     assert on_ranks(body).results == (True, True)
+
+
+def test_states_of_narrow_tokens_are_float32():
+    """A token of zeros reads the state alone, which is rounded there for the first time: over any ranks the same."""
+    projected, x_columns = PROJECTED.bfloat16(), slice(8, 16)
+    projected[:, T // 2 :, x_columns] = 0.0
+
+    def body(mesh, case):
+        mixer = filled(d_conv=1).bfloat16()
+        torch.nn.init.zeros_(mixer.conv1d.bias)
+        tokens = projected.chunk(mesh.size("cp"), 1)[mesh.rank("cp")]
+        return state_passing_strategy(mesh, mixer, layout="contiguous").mix(tokens)
+
+    of_one, of_two = (torch.cat(on_ranks(body, cp).results, 1)[:, T // 2 :] for cp in (1, 2))
+    assert of_two.count_nonzero() > of_two.numel() // 2
+    assert torch.equal(of_two, of_one)
+
+
+def test_blocks_of_a_segment_have_the_chunk_size_of_each_call():
+    layout, place = TokenLayout.dense("contiguous", 16, cp_size=1, cp_rank=0), torch.device("cpu")
+    assert [segments_of(layout, 4, size, place).leaving.rows.shape[1] for size in (8, 2)] == [8, 2]
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk_swap", "contiguous"])

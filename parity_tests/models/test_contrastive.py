@@ -7,7 +7,8 @@ from torch import Tensor
 from jax_ref.models import contrastive_loss as reference
 from parity_tests.rejections import rejected
 from parity_tests.slow import slow_but
-from shardproof import Cost, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof.engines.engines import run
 from torch_impl.collectives import all_reduce
 from torch_impl.models import contrastive_loss
 
@@ -84,6 +85,18 @@ def test_parity(declared):
 @pytest.mark.slow
 def test_parity_on_processes():
     check_cases(loss_of_unequal_ranks, 4, engine="gloo")
+
+
+def test_a_narrow_scale_is_widened_before_its_exponential():
+    """To the bit: the exponential of a bfloat16 number is rarely one."""
+    log_scale = torch.tensor(2.65625, dtype=torch.bfloat16)
+    vectors = torch.linspace(-1, 2, 12).sin().view(4, 3).bfloat16()
+
+    def body(mesh, case):
+        return [contrastive_loss(vectors, vectors.flip(0), x, mesh["dp"]) for x in (log_scale, log_scale.float())]
+
+    ((narrow, wide),) = run(body, CaseSpec(scheme="contrastive", mesh={"dp": 1})).results
+    assert torch.equal(narrow, wide)
 
 
 def loss_of(queries: Tensor, keys: Tensor, log_scale: Tensor):

@@ -216,6 +216,24 @@ def test_a_stage_tells_the_shapes_that_it_has(tp, vocab_size):
     run(body, CaseSpec("staged", {"cp": 1, "tp": tp}))
 
 
+def test_each_step_counts_its_own_tokens():
+    """A step after one of more tokens has the losses that it has alone."""
+
+    def body(mesh, case):
+        ids, padded, real = torch.arange(8) % 12, *(torch.tensor([0, n], dtype=torch.int32) for n in (8, 3))
+        short = [rank_stream(Stream(ids, padded, real), 1, 0)] * 2
+        losses = []
+        for steps in ([short], [streams_of(8, 8), short]):
+            torch.manual_seed(0)
+            model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
+            schedule, loss, stages = in_stages(mesh, model, short, "GPipe")
+            losses += [[staged_step(schedule, stages, loss, streams, [mesh["cp"]]) for streams in steps][-1]]
+        return [torch.stack(each) for each in losses]
+
+    ((alone, after),) = run(body, CaseSpec("staged", {"pp": 1, "cp": 1, "tp": 1})).results
+    assert torch.equal(alone, after)
+
+
 def test_rejections():
     def body(mesh, case):
         model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))

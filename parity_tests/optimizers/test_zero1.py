@@ -143,17 +143,27 @@ def make_sgd(groups):
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-RATE, STEPS = 0.1, 2
+RATE, STEPS = 0.1, 3
 
 
 def reference_two_dtypes(weights, gradients):
-    """Two steps of plain descent; the norm's weight is frozen."""
+    """Steps of plain descent; the norm's weight is frozen."""
     moved = {name: weights[name] - STEPS * RATE * gradients[name] for name in weights if name not in UNDECAYED}
     return {f"weights_{name}": x for name, x in {**weights, **moved}.items()}
 
 
+def cost_of_two_dtypes(c):
+    """A share for each dtype; the last step, without gradients, gathers once more."""
+    sizes = {8: 2 * c.a * c.b} if c.itemsize == 8 else {c.itemsize: c.a * c.b, 8: c.a * c.b}
+    longest = {itemsize: -(-size // c.dp) for itemsize, size in sizes.items()}
+    summed = sum(c.dp * n * max(itemsize, 4) for itemsize, n in longest.items())
+    gathered = sum(n * itemsize for itemsize, n in longest.items())
+    calls, gathers = STEPS * len(sizes), (STEPS + 1) * len(sizes)
+    return Cost(forward={"reduce_scatter": (calls, STEPS * summed), "all_gather": (gathers, (STEPS + 1) * gathered)})
+
+
 def two_dtypes():
-    common = declared((), dtypes=("float32", "float64"), roundings=4)
+    common = declared((), dtypes=("float32", "float64"), roundings=4, cost=cost_of_two_dtypes)
     return {**common, "mesh": {"dp": (1, 2, 3)}, "rank_options": {"stored": ("plain", "transposed")}}
 
 
@@ -186,7 +196,6 @@ def test_parity(declared_scheme):
 
 # To the bit: sums of integers are exact, and the step is the same arithmetic on fewer elements
 
-STEPS = 3
 SHAPES = [(7, 3), (5,), (2, 1)]
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),

@@ -69,11 +69,11 @@ class Tower(nn.Module):
         self.layers, self.last_layers, self.head = nn.ModuleList(places[:end]), nn.ModuleList(places[end:]), head
         self.config = SimpleNamespace(use_cache=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor]:
         cache = {} if self.config.use_cache else None
         for place, block in enumerate(self.places):
             x = block(x, cache, place)
-        return (x @ self.head).view(len(x), -1)
+        return ((x @ self.head).view(len(x), -1),)
 
     @property
     def places(self) -> list[Any]:
@@ -102,7 +102,7 @@ def gradients_of_steps(
     for _ in range(steps):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(tower["seed"] or 0)
-            y = model(x).mul_(SCALE)
+            y = model(x)[0].mul_(SCALE)
             y.square().mean().backward()
     d_weights, d_shifts = ([torch.zeros_like(each) for each in group] for group in (weights, shifts))
     holders = [block.weight for block in model.places] + [model.head]

@@ -21,7 +21,7 @@ from parity_tests.parallelizer.training import broken_steps, full_arrays, parall
 from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
-from torch_impl.parallelizer.expert_sharding import validate_experts
+from torch_impl.parallelizer.expert_sharding import _equal_parts, validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.tp_styles import Experts
 
@@ -285,6 +285,12 @@ def test_experts_that_ep_does_not_divide_are_rejected_and_no_others(experts, ep)
         validate_experts(model, ep)
 
 
+@given(tokens=st.integers(0, 20), tp=st.integers(1, 8))
+def test_ranks_have_equally_many_tokens_or_one_more(tokens, tp):
+    lengths = _equal_parts(tokens, tp)
+    assert len(lengths) == tp and sum(lengths) == tokens and max(lengths) - min(lengths) <= 1
+
+
 def test_a_model_without_experts_is_rejected():
     def body(view):
         with pytest.raises(ValueError, match="device_mesh: ep=2, and Linear has no experts in stacks"):
@@ -304,6 +310,17 @@ def test_experts_that_share_a_stack_are_rejected():
         return True
 
     assert on_mesh({"ep": 2}, body).results == (True, True)
+
+
+def test_a_frozen_stack_stays_frozen():
+    def body(view):
+        experts = Biased(replaced())
+        experts.down_proj.requires_grad_(False)
+        model = fsdp2_strategy_parallelize(nn.Sequential(experts), view.device_mesh)
+        return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+    trained = {"0.gate_up_proj": True, "0.down_proj": False}
+    assert on_mesh({"ep": 2}, body).results == (trained, trained)
 
 
 def test_a_stage_of_a_pipeline_may_have_no_experts():

@@ -68,7 +68,7 @@ class DirectBlock(nn.Module):
 
 
 class DirectNet(nn.Module):
-    """One list of blocks behind another; the second may be empty."""
+    """One list of blocks behind another, which may be empty; between them each position loses the mean over all."""
 
     def __init__(self, blocks, more_blocks):
         super().__init__()
@@ -77,7 +77,11 @@ class DirectNet(nn.Module):
         )
 
     def forward(self, x):
-        for block in [*self.blocks, *self.more_blocks]:
+        for block in self.blocks:
+            x = block(x)
+        if len(self.more_blocks):
+            x = x - x.mean(1, keepdim=True)
+        for block in self.more_blocks:
             x = block(x)
         return x
 
@@ -102,11 +106,13 @@ def imported_plan():
     return plan_of_ends("sharded", 2)
 
 
-def loss_of_direct_layers(x, norm, named_norm, up, down):
+def loss_of_direct_layers(x, norm, named_norm, up, down, lists):
     def normed(x, weight):
         return weight[None, None] * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPS)
 
-    for weights in zip(norm, named_norm, up, down, strict=True):
+    for block, weights in enumerate(zip(norm, named_norm, up, down, strict=True)):
+        if (block, lists) == (1, 2):
+            x = x - x.mean(1, keepdims=True)
         x = normed(x + jax.nn.silu(normed(x, weights[0]) @ weights[2].T) @ weights[3].T, weights[1])
     return ((2 * x) ** 3).sum()
 
@@ -116,7 +122,8 @@ def loss_of_direct_layers(x, norm, named_norm, up, down):
     mesh=MESH,
     inputs={"x": "b/dp_shard s d", **{leaf: f"{spec} dp_shard=I tp=I" for leaf, spec in LEAVES.items()}},
     outputs="dp_shard=I tp=I",
-    rank_options={"ends": tuple(ENDS), "has_path": (False, True), "lists": (1, 2)},
+    options={"lists": (1, 2)},
+    rank_options={"ends": tuple(ENDS), "has_path": (False, True)},
     nograd=("x",),
     draw=dict.fromkeys(("x", *LEAVES), values("normal")),
     dims={"b": (2,), "s": (4, 8), "d": (3, 4), "f": (4, 8), "l": (2,)},
@@ -124,7 +131,7 @@ def loss_of_direct_layers(x, norm, named_norm, up, down):
     reduction=("b", "s", "d", "f"),
     roundings=10,
 )
-def direct_layers_of_sharded_sequences(mesh, x, norm, named_norm, up, down, ends, has_path, lists):
+def direct_layers_of_sharded_sequences(mesh, x, norm, named_norm, up, down, lists, ends, has_path):
     """Linear layers of a block take and return their positions; the plan of one pair is passed by its import path.
 
     The model's output is written in place.

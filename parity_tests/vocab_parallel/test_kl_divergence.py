@@ -127,6 +127,31 @@ def test_of_itself_it_is_zero_and_so_is_its_gradient(reverse):
     assert on_ranks(2, body) == (([0.0, 0.0], 0.0),) * 2
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("student", "teacher", "result"),
+    [
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.float64, torch.float32, torch.float64),
+    ],
+)
+def test_the_sums_run_in_the_wider_dtype(student, teacher, result, reverse):
+    """Whole numbers, which every dtype has: the divergence is the wider dtype's, to the bit."""
+    of_student = torch.arange(8.0).view(1, 8)
+    of_teacher = of_student.flip(1).remainder(5)
+
+    def body(group):
+        def kl(logits, dtype):
+            return vp.vocab_parallel_kl(logits, of_teacher.to(dtype), group, reverse=reverse)
+
+        leaf = of_student.to(student).requires_grad_()
+        y, wide = kl(leaf, teacher), kl(of_student.to(result), result)
+        return y.dtype == result, torch.equal(y, wide), torch.autograd.grad(y.sum(), leaf)[0].dtype == student
+
+    assert on_ranks(2, body) == ((True, True, True),) * 2
+
+
 def test_inference_only_saves_nothing():
     def body(group):
         logits = torch.zeros(1, 2, 4, requires_grad=True)

@@ -141,7 +141,10 @@ def rows_ahead_of_ragged(mesh, x, depths: Int[Tensor, "k"], fill):
 def ids_ahead(
     mesh, x, cu_padded: Int[Tensor, "n"], cu_real: Int[Tensor, "n"], depths: Int[Tensor, "k"], fill
 ) -> Int[Tensor, "k b t"]:
-    return ahead(mesh, x, cu_padded, cu_real, len(depths), fill, "packed")
+    """A call for each depth, all with one layout."""
+    layout = TokenLayout.packed(cu_padded, cu_real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    calls = [vp.tokens_ahead(x, layout, mesh["cp"], depth, fill) for depth in range(1, len(depths) + 1)]
+    return torch.stack([results[-1] for results in calls])
 
 
 SCHEMES = (

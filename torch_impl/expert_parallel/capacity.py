@@ -8,6 +8,7 @@ the group's own, and the result is a different function of the tokens.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Annotated, Literal
 
 import torch
@@ -37,7 +38,8 @@ RuleName = Annotated[Literal["position", "probability"], OneOf(RULES)]
 def expert_capacity(tokens: NonNegativeInt, k: PositiveInt, num_experts: PositiveInt, factor: Positive) -> int:
     """The number of choices that each expert takes: `factor` times the mean load, rounded up.
 
-    ceil(factor * tokens * k / num_experts), where each of `tokens` tokens has k choices among num_experts experts.
+    ceil(factor * tokens * k / num_experts), where each of `tokens` tokens has k choices among num_experts experts. A
+    decimal factor is exact: 1.1 times 100 is 110.
 
     >>> expert_capacity(4096, k=2, num_experts=8, factor=1.25)
     1280
@@ -46,7 +48,7 @@ def expert_capacity(tokens: NonNegativeInt, k: PositiveInt, num_experts: Positiv
             factor that is not positive.
     Source: arXiv 2101.03961.
     """
-    return math.ceil(factor * tokens * k / num_experts)
+    return math.ceil(Fraction(str(factor)) * tokens * k / num_experts)
 
 
 @contract

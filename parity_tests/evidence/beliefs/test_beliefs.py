@@ -1,7 +1,7 @@
 """The wrong beliefs are ideas, not operators; they apply, and a default run catches or misses each."""
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,14 @@ def test_a_belief_applies_and_swaps_no_operator(belief):
 
 def test_no_belief_is_stale():
     assert stale_bugs(BELIEFS) == []
+
+
+def test_no_two_beliefs_change_a_file_alike():
+    names = defaultdict(list)
+    for belief in BELIEFS:
+        patched = patched_text(belief)
+        names[patched.file, patched.text].append(belief.name)
+    assert [alike for alike in names.values() if len(alike) > 1] == []
 
 
 def test_a_swapped_operator_is_seen():

@@ -32,7 +32,9 @@ class Storage:
         if tangent is None:
             return stored, None
         tangent = xp.where(xp.isfinite(tangent), tangent, 0.0)
-        tau = UNCERTAIN * xp.sqrt((tangent**2).mean(0))
+        # A tie is never certain: most of torch rounds it to even, but an embedding_bag on a CPU away from zero.
+        least = xp.where(xp.isfinite(x), xp.abs(x), 0.0) * 2.0**-FLOAT64_BITS
+        tau = UNCERTAIN * xp.sqrt((tangent**2).mean(0)) + least
         is_certain = self.nearest(xp, x - tau) == self.nearest(xp, x + tau)
         # Steps are powers of 2. Without a factor of its own for each, two opposite ones would cancel.
         factors = 1.0 + xp.arange(signs.size).reshape(signs.shape) * GOLDEN % 1.0
