@@ -12,6 +12,7 @@ import torch.distributed as dist
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, token_below, values
 from shardproof.experiments.alternatives import Names, alternatives
+from shardproof.experiments.edited_lines import DRAWN, DRAWN_FAILING, MOST_DRAWN, drawn_cases
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
 from shardproof.experiments.notes import check_notes
@@ -238,6 +239,20 @@ def test_a_step_that_a_second_name_lacks():
     assert note.startswith(f"{RIGHT_ONCE}{line} has `k, v = (ring_shift(k, mesh['tp']), ring_shift(v, mesh['tp']))`")
 
 
+@pytest.mark.parametrize(("bound", "count"), [(-9.0, DRAWN), (0.9, MOST_DRAWN)])
+def test_a_mistake_that_shows_in_few_cases_is_tried_on_more(bound, count):
+    """Any edit is right in a case that has no large number."""
+    declaration = scheme(
+        reference=lambda x: jnp.where(x > bound, x + 1.0, x), inputs={"x": "b/tp"}, outputs="b/tp",
+        mesh={"tp": (1, 2)}, nograd=("x",),
+        draw={"x": values("normal")}, dtypes=("float32",), dims={"b": (2,)},
+    )(lambda mesh, x: 1 * x)  # fmt: skip
+    judged = drawn_cases(declaration, declaration.case(tp=2))
+    failing = sum(not case.is_right(declaration) for case in judged)
+    assert DRAWN <= len(judged) <= count and failing >= DRAWN_FAILING, (len(judged), failing)
+    assert (len(judged) == DRAWN) == (count == DRAWN)
+
+
 class _EndsItsProcess:
     def applied(self):
         os._exit(1)
@@ -249,7 +264,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
     )(a_row_too_many)
     case = declaration.case(tp=2, s=8, d=3)
     line = int(line_of(a_row_too_many, "rows <= 3").rpartition(":")[2])
-    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::4]
+    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::3]
     judged = [JudgedCase.of(declaration, case)]
     found = which_are_right(declaration, edits, judged, 60.0)
     assert found

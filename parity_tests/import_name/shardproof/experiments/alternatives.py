@@ -121,7 +121,7 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
                 yield LIKELY if isinstance(operator, ast.Sub) else POSSIBLE, ast.BinOp(right, operator, left)
             yield from ((LIKELY, each) for each in _regrouped(node))
             if isinstance(operator, ast.MatMult):
-                yield from ((POSSIBLE, ast.BinOp(each, operator, right)) for each in _scaled(left, names))
+                yield from ((LIKELY, ast.BinOp(each, operator, right)) for each in _scaled(left, names))
             if isinstance(operator, ast.Add) and (_is_count(left) or _is_count(right)):
                 yield from ((LIKELY, parsed(each)) for each in names.positions())
         case ast.Compare(left, [operator], [right]):
