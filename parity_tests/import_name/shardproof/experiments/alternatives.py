@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Ranks of edits: a part is left out or exchanged first, then a name, then a part is added.
-LIKELY, POSSIBLE, ADDED = 0, 1, 2
+# Ranks of edits: a factor or a mask that is never read comes first, then a part is left out or exchanged, then a name,
+# then a part is added.
+UNREAD, LIKELY, POSSIBLE, ADDED = range(4)
 NUMBERS = ("tensor of floats", "tensor of integers", "int", "float")  # kinds that can be multiplied
 MOST_NAMES = 6  # of the same kind that are tried for a name
 
@@ -191,15 +192,16 @@ def _with_unread(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         kind = names.kinds[name]
         if not kind.startswith((*NUMBERS, "tensor of flags")):
             continue
-        operators = (ast.Mult(),) if "flags" in kind else (ast.Mult(), ast.Div(), ast.Add(), ast.Sub())
         if kind.startswith(NUMBERS[:2]):  # a count of elements that may be none
             yield LIKELY, ast.BinOp(node, ast.Div(), parsed(f"{name}.clamp(min=1)"))
+        others = () if "flags" in kind else (ast.Div(), ast.Add(), ast.Sub())
         for ending in ("", "[..., None]", *_indices(parent)) if kind.startswith("tensor") else ("",):
-            yield from ((LIKELY, ast.BinOp(node, operator, parsed(f"{name}{ending}"))) for operator in operators)
+            yield UNREAD, ast.BinOp(node, ast.Mult(), parsed(f"{name}{ending}"))
+            yield from ((LIKELY, ast.BinOp(node, operator, parsed(f"{name}{ending}"))) for operator in others)
             if "flags" in kind and isinstance(node, ast.Name):  # where it is false, another value
                 where = ast.Attribute(node, "where", ast.Load())
-                others = (parsed(other) for other in names.alike(node.id))
-                yield from ((LIKELY, ast.Call(where, [parsed(f"{name}{ending}"), other], [])) for other in others)
+                values = (parsed(other) for other in names.alike(node.id))
+                yield from ((UNREAD, ast.Call(where, [parsed(f"{name}{ending}"), value], [])) for value in values)
 
 
 def _indices(node: ast.AST) -> list[str]:
@@ -313,7 +315,7 @@ def _of_stored(node: ast.Call, names: Names) -> Alternatives:
             for name in sorted(names.unread & names.kinds.keys()):
                 if names.kinds[name].startswith("tensor of floats"):
                     shifts = (f"({ast.unparse(x)} - {name}{ending}).exp()" for ending in ("[..., None]", ""))
-                    yield from ((LIKELY, parsed(shift)) for shift in shifts)
+                    yield from ((UNREAD, parsed(shift)) for shift in shifts)
         case _:
             pass
 

@@ -3,8 +3,8 @@
 The mistake may be in the order of two names, a border, a sign or a part that is left out, which the numbers do not
 tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
-drawn cases. Edits that leave out or exchange a part come before edits that add one, and lines that run in failing
-cases alone come first.
+drawn cases. Edits that apply a factor or a mask that is never read come first, then those that leave out or exchange a
+part, then those that add one; of these, lines that run in failing cases alone come first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardproof.draw.choosers import even_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.endings.raised import none_if_raised
 from shardproof.experiments import cases
-from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE
+from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE, UNREAD
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.existing import caches
 from shardproof.experiments.line_edits import LineEdit, edits_of
@@ -34,7 +34,7 @@ from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 
-SEARCH_S = {LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
+SEARCH_S = {UNREAD: 2.0, LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
 MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
