@@ -67,7 +67,8 @@ def test_number_and_kind_of_outputs():
     assert said_by_a_rank(twice) == "scheme 'twice': rank 0 returned 2 outputs, outputs has 1"
     assert said_by_a_rank(number) == "scheme 'number': rank 0 returned float for 'out'; return a tensor"
     assert said_by_a_rank(whole_numbers) == (
-        "scheme 'whole_numbers': rank 0 returned torch.int64 for 'out'; annotate the return as Int or Bool if it is one"
+        "scheme 'whole_numbers': rank 0 returned torch.int64 for 'out'; "
+        "annotate the return as Int or Bool of jaxtyping if it is one"
     )
     assert said_by_a_rank(rotated) == (
         "scheme 'rotated': rank 0 returned torch.complex64 for 'out'; return its torch.view_as_real"
@@ -101,7 +102,8 @@ def same(mesh, x):
         ),
         (
             lambda x: x.astype(jnp.int64),
-            "returned int64 for 'out', which is floating without Int or Bool in the scheme's return annotation",
+            "returned int64 for 'out', which is floating without Int or Bool of jaxtyping in the scheme's return "
+            "annotation",
         ),
         (lambda x: (x, x), "returned 2 outputs, outputs has 1"),
         (lambda x: x.sum(-1), "returned (2,) for 'out', 'b s/cp' says (2, 8)"),

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, token_below, values
 from shardproof.experiments.alternatives import Names, alternatives
+from shardproof.experiments.edited_lines import DRAWN, DRAWN_FAILING, MOST_DRAWN, drawn_cases
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
 from shardproof.experiments.notes import check_notes
 from shardproof.experiments.right_apart import JudgedCase, which_are_right
 from shardproof.experiments.running_lines import running_functions
 from shardproof.verify_one_case import verify_case
-from torch_impl.collectives import all_reduce
+from torch_impl.collectives import all_reduce, ring_shift
 
 
 def first_note(function, reference, inputs, outputs, case, label="out", **more):
@@ -208,6 +209,54 @@ def test_no_line_is_named_if_no_small_edit_is_right():
     assert not note.startswith(RIGHT_ONCE)
 
 
+def turned_back(mesh, x):
+    sin = torch.sin(x.detach())
+    return x * 2 + sin + sin * x
+
+
+def test_a_sign_of_a_value_that_is_used_twice():
+    note = first_note(
+        turned_back, lambda x: 2.0 * x - jnp.sin(x) - jnp.sin(x) * x, {"x": "s/tp d"}, "s/tp d",
+        {"tp": 2, "s": 4, "d": 3}, nograd=("x",),
+    )  # fmt: skip
+    assert note.startswith(f"{RIGHT_ONCE}{line_of(turned_back, 'sin = ')} has `sin = -torch.sin(x.detach())`, not ")
+
+
+def keys_that_move_alone(mesh, k, v):
+    total = torch.zeros_like(k)
+    for _ in range(mesh.size("tp")):
+        total = total + k * v
+        k = ring_shift(k, mesh["tp"])
+    return total
+
+
+def test_a_step_that_a_second_name_lacks():
+    def reference(k, v, mesh):
+        total = (k * v).reshape(mesh["tp"], -1, k.shape[-1]).sum(0)
+        return jnp.tile(total, (mesh["tp"], 1))
+
+    note = first_note(
+        keys_that_move_alone, reference, {"k": "s/tp d", "v": "s/tp d"}, "s/tp d", {"tp": 2, "s": 4, "d": 3},
+        nograd=("k", "v"),
+    )  # fmt: skip
+    line = line_of(keys_that_move_alone, "ring_shift")
+    assert note.startswith(f"{RIGHT_ONCE}{line} has `k, v = (ring_shift(k, mesh['tp']), ring_shift(v, mesh['tp']))`")
+
+
+@pytest.mark.parametrize(("bound", "count"), [(-9.0, DRAWN), (0.9, MOST_DRAWN)])
+def test_a_mistake_that_shows_in_few_cases_is_tried_on_more(bound, count):
+    """Any edit is right in a case that has no large number."""
+    declaration = scheme(
+        reference=lambda x: jnp.where(x > bound, x + 1.0, x), inputs={"x": "b/tp"}, outputs="b/tp",
+        mesh={"tp": (1, 2)}, nograd=("x",),
+        draw={"x": values("normal")}, dtypes=("float32",), dims={"b": (2,)},
+    )(lambda mesh, x: 1 * x)  # fmt: skip
+    judged = drawn_cases(declaration, declaration.case(tp=2))
+    failing = sum(not case.is_right(declaration) for case in judged)
+    assert DRAWN <= len(judged) <= count and failing >= DRAWN_FAILING, (len(judged), failing)
+    assert (len(judged) == DRAWN) == (count == DRAWN)
+
+
 class _EndsItsProcess:
     def applied(self):
         os._exit(1)
@@ -264,6 +313,16 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("n", "n * view.size('tp')"),
         ("torch.softmax(x * n, -1)", "(x * n - stored[..., None]).exp()"),
         ("x.softmax(-1)", "(x - stored).exp()"),
+        ("ids", "ids + n"),
+        ("a", "a.where(forgotten[..., None], x)"),
+        ("a", "a / stored.clamp(min=1)"),
+        ("a @ x", "a * stored.exp()[..., None] @ x"),
+        ("a * n + x", "(a + x) * n"),
+        ("a * n + x", "a * (n + x)"),
+        ("n * (a - 1)", "a - 1 * n"),
+        ("a + torch.where(f, x, 0)", "torch.where(f, x + a, 0)"),
+        ("x.std()", "x.std(correction=0)"),
+        ("torch.var(x, unbiased=False)", "torch.var(x, correction=1)"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):

@@ -212,6 +212,44 @@ def test_a_sum_and_a_count_of_each_ranks_own_part():
     assert notes["out"][0].startswith(f"{RIGHT_ONCE}sum at {lines[0]} and sum at {lines[1]} are over all ranks of tp")
 
 
+def over_a_mean_of_norms(mesh, x, w):
+    norm = ((x**2).sum() + (w**2).sum()).sqrt() / mesh.size("tp")
+    dist.all_reduce(norm, group=mesh["tp"])
+    return x / norm
+
+
+def test_one_of_two_sums_in_a_line():
+    """The sum of what each rank has alike must stay as it is."""
+    notes = notes_of(
+        over_a_mean_of_norms, lambda x, w: x / jnp.sqrt((x**2).sum() + (w**2).sum()), {"x": "b/tp", "w": "c tp=I"},
+        "b/tp", {"tp": 2, "b": 4, "c": 3}, nograd=("x", "w"),
+    )  # fmt: skip
+    line = line_of(over_a_mean_of_norms, "norm = ")
+    assert notes["out"][0].startswith(f"{RIGHT_ONCE}`(x**2).sum()` at {line} is the sum over all ranks of tp, not ")
+
+
+def about_a_mean_of_means(mesh, x, keep):
+    count = keep.sum()
+    mean = (x * keep).sum() / count.clamp(min=1)
+    dist.all_reduce(mean, group=mesh["tp"])
+    dist.all_reduce(count, group=mesh["tp"])
+    return (x - mean / mesh.size("tp")) / (count + 1)
+
+
+def test_a_sum_and_a_bounded_count_of_each_ranks_own_part():
+    """The count itself is summed later on, so that only its bound can be over all ranks."""
+
+    def reference(x, keep):
+        return less_the_masked_mean(x, keep) / (keep.sum().astype(x.dtype) + 1.0)
+
+    notes = notes_of(
+        about_a_mean_of_means, reference, {"x": "b/tp s", "keep": "b/tp s"}, "b/tp s", {"tp": 2, "b": 4, "s": 5},
+        {"keep": {"kind": "mask", "keep": "half"}}, draw={"x": values("normal"), "keep": mask("s")}, nograd=("x",),
+    )  # fmt: skip
+    line = line_of(about_a_mean_of_means, "mean = (x")
+    assert notes["out"][0].startswith(f"{RIGHT_ONCE}sum at {line} and clamp at {line} are over all ranks of tp")
+
+
 def divided_twice(mesh, x):
     mean = all_reduce(x.mean(0), mesh["tp"]) / mesh.size("tp")
     return x + (mean**2).sum() / mesh.size("tp")

@@ -1,6 +1,7 @@
 """One number explains everything: factors, signs, constants, with or without a name."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -185,6 +186,16 @@ def test_a_factor_that_is_a_root_of_the_ranks_names_the_axis():
         note = explain(evidence(got, want, axes={"tp": 2, "cp": 1}))[0]
         assert f" (= {name}): {MEANING_OF_ROOT}" in note
     assert "sqrt" not in explain(evidence(1.4 * want, want, axes={"tp": 2}))[0]
+
+
+def test_a_root_beside_an_epsilon_is_the_root_all_the_same():
+    """An epsilon under the root moves each number by another little, far more than rounding does."""
+    rng = np.random.default_rng(2)
+    want, square = rng.normal(size=(4, 6)), rng.uniform(1.0, 1.2, size=(4, 1))
+    got = want * np.sqrt((square + 1e-4) / (2 * square + 1e-4))
+    of_root = replace(evidence(got, want, axes={"tp": 2}), budgets=np.full(want.shape, 4e-6))
+    assert not of_root.fits(want / 2**0.5)
+    assert f" (= 1/sqrt(tp)): {MEANING_OF_ROOT}" in explain(of_root)[0]
 
 
 def test_the_share_of_a_mask_that_counts():

@@ -300,7 +300,7 @@ class Program:
             remedy = (
                 "return its torch.view_as_real"
                 if part.is_complex()
-                else "annotate the return as Int or Bool if it is one"
+                else "annotate the return as Int or Bool of jaxtyping if it is one"
             )
             raise RankFault(f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; {remedy}")
         return part

@@ -1,4 +1,4 @@
-"""What may be right in place of an expression or a statement: `a` for `a / n`, `<=` for `<`, `rank + 1` for `rank`."""
+"""What may be right in place of an expression: `a` for `a / n`, `<=` for `<`, `rank + 1` for `rank`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Ranks of edits: a part is left out or exchanged first, then a name, then a part is added.
-LIKELY, POSSIBLE, ADDED = 0, 1, 2
+# Ranks of edits: a factor or a mask that is never read comes first, then a part is left out or exchanged, then a name,
+# then a part is added.
+UNREAD, LIKELY, POSSIBLE, ADDED = range(4)
 NUMBERS = ("tensor of floats", "tensor of integers", "int", "float")  # kinds that can be multiplied
 MOST_NAMES = 6  # of the same kind that are tried for a name
 
@@ -86,6 +87,12 @@ class Names:
         meshes = [name for name, kind in self.kinds.items() if kind == "mesh"]
         return [f"{name}.global_ids({dim!r})" for name in meshes for dim in self.sharded_dims]
 
+    def numbers_of_rows(self, name: str) -> list[str]:
+        """Tensors with a number for each row of another one."""
+        what, _, dims = self.kinds.get(name, "").partition(", ")
+        of_rows = f"{what}, {int(dims or 0) - 1}"
+        return [each for each, kind in self.kinds.items() if dims and kind == of_rows and "." not in each][:MOST_NAMES]
+
     def factors(self, name: str) -> list[str]:
         """Tensors that may scale or mask another one: of as many dims, or of one less."""
         _, _, dims = self.kinds.get(name, "").partition(", ")
@@ -112,9 +119,12 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             yield LIKELY, right
             yield from ((LIKELY, ast.BinOp(left, other(), right)) for other in OPERATORS.get(type(operator), ()))
             if isinstance(operator, ast.Sub | ast.Div | ast.FloorDiv | ast.Mod | ast.MatMult):
-                yield POSSIBLE, ast.BinOp(right, operator, left)
+                yield LIKELY if isinstance(operator, ast.Sub) else POSSIBLE, ast.BinOp(right, operator, left)
+            yield from ((LIKELY, each) for each in _regrouped(node))
+            if isinstance(operator, ast.MatMult):
+                yield from ((LIKELY, ast.BinOp(each, operator, right)) for each in _scaled(left, names))
             if isinstance(operator, ast.Add) and (_is_count(left) or _is_count(right)):
-                yield from ((LIKELY, _name(each)) for each in names.positions())
+                yield from ((LIKELY, parsed(each)) for each in names.positions())
         case ast.Compare(left, [operator], [right]):
             yield from (
                 (LIKELY, ast.Compare(left, [other()], [right])) for other in COMPARISONS.get(type(operator), ())
@@ -137,7 +147,7 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             read = sorted(names.attributes.get(base, set()) - {name}) if base in names.kinds else []
             others = names.alike(dotted) or [f"{base}.{each}" for each in read if f"{base}.{each}" not in names.kinds]
             yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
-            yield from ((POSSIBLE, _name(each)) for each in others[:MOST_NAMES])
+            yield from ((POSSIBLE, parsed(each)) for each in others[:MOST_NAMES])
         case ast.Attribute(_, name):
             yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
         case _:
@@ -148,6 +158,32 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         yield from _with_unread(node, parent, names)
 
 
+def _regrouped(node: ast.BinOp) -> Iterator[ast.expr]:
+    """`(a + c) * b` and `a * (b + c)` for `a * b + c`, and back; a term of a sum inside `where(mask, ...)`."""
+    outer, sums, products = node.op, (ast.Add, ast.Sub), (ast.Mult, ast.Div)
+    sides = [(node.left, node.right)]
+    if isinstance(outer, ast.Add | ast.Mult):
+        sides.append((node.right, node.left))
+    for grouped, c in sides:
+        match grouped:
+            case ast.BinOp(a, inner, b) if isinstance(inner, products) and isinstance(outer, sums):
+                yield ast.BinOp(ast.BinOp(a, outer, c), inner, b)
+                yield ast.BinOp(a, inner, ast.BinOp(b, outer, c))
+            case ast.BinOp(a, inner, b) if isinstance(inner, sums) and isinstance(outer, products):
+                yield ast.BinOp(a, inner, ast.BinOp(b, outer, c))
+            case ast.Call(ast.Attribute(attr="where") as where, [mask, a, b]) if isinstance(outer, sums):
+                yield ast.Call(where, [mask, ast.BinOp(a, outer, c), b], [])
+            case _:
+                pass
+
+
+def _scaled(node: ast.expr, names: Names) -> Iterator[ast.expr]:
+    """The rows of a matrix times a number of each, which another name holds, or of which it holds the logarithm."""
+    if isinstance(node, ast.Name):
+        for name in names.numbers_of_rows(node.id):
+            yield from (ast.BinOp(node, ast.Mult(), parsed(f"{name}{f}[..., None]")) for f in ("", ".exp()"))
+
+
 def _with_unread(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
     """The value with a name that the function takes or assigns and never reads."""
     if isinstance(parent, ast.Attribute | ast.Starred | ast.Subscript):
@@ -156,9 +192,16 @@ def _with_unread(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         kind = names.kinds[name]
         if not kind.startswith((*NUMBERS, "tensor of flags")):
             continue
-        operators = (ast.Mult(),) if "flags" in kind else (ast.Mult(), ast.Div(), ast.Add(), ast.Sub())
+        if kind.startswith(NUMBERS[:2]):  # a count of elements that may be none
+            yield LIKELY, ast.BinOp(node, ast.Div(), parsed(f"{name}.clamp(min=1)"))
+        others = () if "flags" in kind else (ast.Div(), ast.Add(), ast.Sub())
         for ending in ("", "[..., None]", *_indices(parent)) if kind.startswith("tensor") else ("",):
-            yield from ((LIKELY, ast.BinOp(node, operator, _name(f"{name}{ending}"))) for operator in operators)
+            yield UNREAD, ast.BinOp(node, ast.Mult(), parsed(f"{name}{ending}"))
+            yield from ((LIKELY, ast.BinOp(node, operator, parsed(f"{name}{ending}"))) for operator in others)
+            if "flags" in kind and isinstance(node, ast.Name):  # where it is false, another value
+                where = ast.Attribute(node, "where", ast.Load())
+                values = (parsed(other) for other in names.alike(node.id))
+                yield from ((UNREAD, ast.Call(where, [parsed(f"{name}{ending}"), value], [])) for value in values)
 
 
 def _indices(node: ast.AST) -> list[str]:
@@ -177,7 +220,7 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
             near = [each for each in near if each]
         yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys([*near, 0] if value != 1 else near))
         if value in (0, 1):
-            yield from ((POSSIBLE, _name(each)) for each in names.numbers("int"))
+            yield from ((POSSIBLE, parsed(each)) for each in names.numbers("int"))
     elif isinstance(value, float):
         others = (1.0, 0.0, -value, 2.0 * value, value / 2.0)
         yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys(others) if each != value)
@@ -189,15 +232,15 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
 
 def _of_name(node: ast.Name, parent: ast.AST, names: Names) -> Alternatives:
     alike = names.alike(node.id)
-    yield from ((POSSIBLE, _name(each)) for each in alike)
+    yield from ((POSSIBLE, parsed(each)) for each in alike)
     kind = names.kinds.get(node.id, "")
     if kind == "int":
         for operator in (ast.Add(), ast.Sub()):
             yield POSSIBLE, ast.BinOp(node, operator, ast.Constant(1))
         yield POSSIBLE, ast.Constant(0)
-        yield from ((POSSIBLE, ast.BinOp(node, ast.Mult(), _name(size))) for size in names.sizes())  # of all ranks
+        yield from ((POSSIBLE, ast.BinOp(node, ast.Mult(), parsed(size))) for size in names.sizes())  # of all ranks
     elif kind == "slice":
-        yield POSSIBLE, ast.Call(_name("slice"), [ast.Constant(None)], [])
+        yield POSSIBLE, ast.Call(parsed("slice"), [ast.Constant(None)], [])
     if kind.startswith(NUMBERS):
         yield from _extended(node, parent, names)
 
@@ -211,16 +254,19 @@ def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
     inside = _names(node)
     if _is_reduction(node) or _is_local_size(node):  # of all ranks, and a mean over them for their sum
         for size in names.sizes():
-            yield from ((POSSIBLE, ast.BinOp(node, operator, _name(size))) for operator in (ast.Div(), ast.Mult()))
+            yield from ((POSSIBLE, ast.BinOp(node, operator, parsed(size))) for operator in (ast.Div(), ast.Mult()))
     for factor in (name for name in names.numbers("int", "float") if name not in inside):
         for operator in (ast.Mult(), ast.Div()):
-            yield ADDED, ast.BinOp(node, operator, _name(factor))
+            yield ADDED, ast.BinOp(node, operator, parsed(factor))
+    if isinstance(node, ast.Name) and names.kinds.get(node.id, "").startswith("tensor of integers"):
+        for start in names.numbers("int"):  # ids of a shard, counted from its first one
+            yield from ((POSSIBLE, ast.BinOp(node, each, parsed(start))) for each in (ast.Add(), ast.Sub()))
     if isinstance(node, ast.Name) and names.kinds.get(node.id, "").startswith("tensor"):
         for other in names.alike(node.id):
             for operator in (ast.Mult(), ast.Add(), ast.Sub()):
-                yield ADDED, ast.BinOp(node, operator, _name(other))
+                yield ADDED, ast.BinOp(node, operator, parsed(other))
             for bound in ("minimum", "maximum") if "integers" in names.kinds[node.id] else ():
-                yield ADDED, ast.Call(ast.Attribute(_name(node.id), bound, ast.Load()), [_name(other)], [])
+                yield ADDED, ast.Call(ast.Attribute(parsed(node.id), bound, ast.Load()), [parsed(other)], [])
 
 
 def _with_a_bound(node: ast.Compare, names: Names) -> Alternatives:
@@ -229,9 +275,9 @@ def _with_a_bound(node: ast.Compare, names: Names) -> Alternatives:
     if not (isinstance(left, ast.Name) and names.kinds.get(left.id, "").startswith("tensor of integers")):
         return
     if isinstance(operator, ast.GtE | ast.Gt):
-        bounds = [ast.Compare(left, [ast.Lt()], [_name(each)]) for each in names.numbers("int")]
+        bounds = [ast.Compare(left, [ast.Lt()], [parsed(each)]) for each in names.numbers("int")]
     else:
-        bounds = [ast.Compare(left, [ast.GtE()], [_name(each)]) for each in ("0", *names.numbers("int"))]
+        bounds = [ast.Compare(left, [ast.GtE()], [parsed(each)]) for each in ("0", *names.numbers("int"))]
     if not isinstance(operator, ast.Eq | ast.NotEq):
         yield from ((LIKELY, ast.BinOp(node, ast.BitAnd(), bound)) for bound in bounds)
 
@@ -264,12 +310,12 @@ def _of_stored(node: ast.Call, names: Names) -> Alternatives:
     match node:
         case ast.Call(ast.Attribute(ast.Name(name)), []) | ast.Call(ast.Attribute(), [ast.Name(name)]):
             if names.kinds.get(name, "").startswith("tensor"):
-                yield from ((POSSIBLE, _name(other)) for other in names.alike(name))
+                yield from ((POSSIBLE, parsed(other)) for other in names.alike(name))
         case ast.Call(ast.Attribute(x, "softmax"), [_]) | ast.Call(ast.Attribute(_, "softmax"), [x, _]):
             for name in sorted(names.unread & names.kinds.keys()):
                 if names.kinds[name].startswith("tensor of floats"):
                     shifts = (f"({ast.unparse(x)} - {name}{ending}).exp()" for ending in ("[..., None]", ""))
-                    yield from ((LIKELY, _name(shift)) for shift in shifts)
+                    yield from ((UNREAD, parsed(shift)) for shift in shifts)
         case _:
             pass
 
@@ -288,9 +334,9 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         for name in FUNCTIONS.get(node.func.id, ()):
             yield LIKELY, ast.Call(ast.Name(name, ast.Load()), node.args, node.keywords)
     if _is_count(node):  # positions of this rank alone
-        yield from ((LIKELY, _name(each)) for each in names.positions())
+        yield from ((LIKELY, parsed(each)) for each in names.positions())
         yield from (
-            (LIKELY, _name(f"{ast.unparse(node)} + {each} * ({ast.unparse(node.args[0])})")) for each in names.ranks()
+            (LIKELY, parsed(f"{ast.unparse(node)} + {each} * ({ast.unparse(node.args[0])})")) for each in names.ranks()
         )
     yield from ((LIKELY, each) for each in _of_repeat(node))
     yield from _of_stored(node, names)
@@ -307,6 +353,10 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         yield LIKELY, ast.Call(node.func, node.args, [*node.keywords[:place], *node.keywords[place + 1 :]])
     if len(node.args) > 1:
         yield POSSIBLE, ast.Call(node.func, node.args[:-1], node.keywords)
+    if isinstance(node.func, ast.Attribute) and node.func.attr in ("var", "std"):  # divides by n - 1, or by n
+        keywords = [each for each in node.keywords if each.arg not in ("correction", "unbiased")]
+        for count in (0, 1):
+            yield LIKELY, ast.Call(node.func, node.args, [*keywords, ast.keyword("correction", ast.Constant(count))])
 
 
 def _root(node: ast.expr) -> ast.expr | None:
@@ -335,7 +385,7 @@ def _of_repeat(node: ast.Call) -> Iterator[ast.expr]:
                 dim = several[0] - len(args)
                 yield ast.Call(ast.Attribute(x, "repeat_interleave", ast.Load()), [args[dim], ast.Constant(dim)], [])
         case ast.Call(ast.Attribute(x, "repeat_interleave"), [times, dim], []):
-            yield _name(f"torch.cat([{ast.unparse(x)}] * ({ast.unparse(times)}), {ast.unparse(dim)})")
+            yield parsed(f"torch.cat([{ast.unparse(x)}] * ({ast.unparse(times)}), {ast.unparse(dim)})")
         case _:
             pass
 
@@ -362,35 +412,7 @@ def _of_subscript(node: ast.Subscript) -> Alternatives:
             yield POSSIBLE, ast.Subscript(node.value, ast.Slice(ast.Constant(1), upper, step), node.ctx)
 
 
-def _of_running(name: str, value: ast.expr, names: Names) -> Iterator[ast.expr]:
-    """The next value of a sum that a loop keeps, `acc + x`, with the sum so far scaled or masked by a tensor."""
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        for own, rest in ((value.left, value.right), (value.right, value.left)):
-            if isinstance(own, ast.Name) and own.id == name:
-                for factor in names.factors(name):
-                    yield ast.BinOp(ast.BinOp(own, ast.Mult(), _name(factor)), ast.Add(), rest)
-
-
-def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]:
-    """The statements that may be right in place of `node`, each with its rank."""
-    match node:
-        case ast.AugAssign(target, operator, value):
-            for other in OPERATORS.get(type(operator), ()):
-                yield LIKELY, ast.AugAssign(target, other(), value)
-            yield LIKELY, ast.Pass()
-            yield LIKELY, ast.Assign([target], value)
-        case ast.Assign([ast.Name() | ast.Subscript() as target], value):
-            yield LIKELY, ast.Pass()
-            yield LIKELY, ast.AugAssign(target, ast.Add(), value)
-            if isinstance(target, ast.Name):
-                yield from ((LIKELY, ast.Assign([target], each)) for each in _of_running(target.id, value, names))
-        case ast.Expr():
-            yield LIKELY, ast.Pass()
-        case _:
-            pass
-
-
-def _name(text: str) -> ast.expr:
+def parsed(text: str) -> ast.expr:
     """A name, a field of one, or a call: `rank`, `self.rank`, `group.rank()`."""
     return ast.parse(text, mode="eval").body
 

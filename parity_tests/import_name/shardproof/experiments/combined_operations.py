@@ -6,9 +6,11 @@ result by the result of all ranks of an axis, so that a run shows whether that i
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "softmax": ("softmax", "log_softmax"),
     "norm": ("norm", "vector_norm"),
     "running sum": ("cumsum",),
+    "bounded sum": ("clamp", "clamp_min"),
 }
-SUM = "sum"
+SUM, BOUNDED = "sum", "bounded sum"
 HOW_OF = {name: how for how, names in STATISTICS.items() for name in names}
 SUMS = ("sum", "nansum", "count_nonzero", "bincount", "einsum", "matmul", "mm", "bmm", "linear", "dot")
 ASSIGNMENT = "__setitem__"
@@ -38,10 +41,16 @@ WRITES[ASSIGNMENT] = "index_put_"
 
 @dataclass(frozen=True)
 class Operation:
-    """The calls of one torch function that a user's line makes."""
+    """The calls of one torch function that a user's line makes; with `call`, the one that is written so."""
 
     name: str
     source: str
+    call: str = ""
+
+    @property
+    def of_line(self) -> Operation:
+        """All calls of the function in the line."""
+        return replace(self, call="")
 
     @property
     def how(self) -> str:
@@ -56,7 +65,7 @@ class _Mode(TorchFunctionMode):
         name = getattr(func, "__name__", "").removeprefix("linalg_")
         if name.startswith("__") and name not in WRITES:
             return func(*args, **(kwargs or {}))
-        return self.run(func, Operation(name, _line()), args, dict(kwargs or {}))
+        return self.run(func, Operation(name, *_place()), args, dict(kwargs or {}))
 
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -77,7 +86,9 @@ class Recorder(_Mode):
             return result
         if operation.name in WRITES:
             if operation.name != ASSIGNMENT or _places(args[1]):
-                self._operations[operation] = False
+                self._operations[operation.of_line] = False
+        elif operation.how == BOUNDED and (len(args) > 2 or "max" in kwargs):  # which is no floor of a count
+            return result
         elif value is not None and not (value._is_view() or value is first or operation.name.endswith("_")):
             is_reduction = operation.name in (*HOW_OF, *SUMS) or value.numel() < first.numel()
             self._operations.setdefault(operation, is_reduction)
@@ -92,7 +103,7 @@ class Writer(_Mode):
         self._edited = edited
 
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if operation != self._edited:
+        if operation.of_line != self._edited:
             return func(*args, **kwargs)
         if operation.name != ASSIGNMENT:
             return getattr(args[0], WRITES[operation.name])(*args[1:], **kwargs)
@@ -125,8 +136,10 @@ class Combiner(_Mode):
         }
 
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if operation not in self._edited:
+        if operation not in self._edited and operation.of_line not in self._edited:
             return func(*args, **kwargs)
+        if operation.how == BOUNDED:
+            return func(self._sum(args[0]), *args[1:], **kwargs)
         result = func(*args, **kwargs)
         value = _value_of(result)
         if value is None:
@@ -219,11 +232,20 @@ def _value_of(result: Any) -> Tensor | None:
     return first if is_plain and first.dtype != torch.bool else None
 
 
-def _line() -> str:
-    """file:line of the user's call, the innermost frame outside torch, Python and the harness."""
+def _place() -> tuple[str, str]:
+    """file:line of the user's call, the innermost frame outside torch, Python and the harness; the call as written."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if not is_plumbing(frame.f_code.co_filename):
-            return f"{base(frame.f_code.co_filename)}:{frame.f_lineno}"
+        code = frame.f_code
+        if not is_plumbing(code.co_filename):
+            positions = next(islice(code.co_positions(), frame.f_lasti // 2, None))
+            return f"{base(code.co_filename)}:{frame.f_lineno}", _written(code.co_filename, *positions)
         frame = frame.f_back
-    return ""
+    return "", ""
+
+
+def _written(file: str, line: int | None, last: int | None, start: int | None, end: int | None) -> str:
+    """The text of an expression that stands in one line."""
+    if line is None or line != last or start is None:
+        return ""
+    return linecache.getline(file, line).encode()[start:end].decode()

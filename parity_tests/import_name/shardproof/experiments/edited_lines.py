@@ -3,13 +3,14 @@
 The mistake may be in the order of two names, a border, a sign or a part that is left out, which the numbers do not
 tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
-drawn cases. Edits that leave out or exchange a part come before edits that add one, and lines that run in failing
-cases alone come first.
+drawn cases. Edits that apply a factor or a mask that is never read come first, then those that leave out or exchange a
+part, then those that add one; of these, lines that run in failing cases alone come first.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
@@ -21,7 +22,7 @@ from shardproof.draw.choosers import even_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.endings.raised import none_if_raised
 from shardproof.experiments import cases
-from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE
+from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE, UNREAD
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.existing import caches
 from shardproof.experiments.line_edits import LineEdit, edits_of
@@ -33,13 +34,15 @@ from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 
-SEARCH_S = {LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
+SEARCH_S = {UNREAD: 2.0, LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
 MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
 MOST_LINES = 2  # that a note names
 THE_SAME = "that line reads so"  # of further tensors
-DRAWN = 6  # cases of any mesh and options, in which an edit must be right as well
+DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options, in which an edit must be right as well
+DRAWN_FAILING = 4  # of them: a mistake that shows in few cases, as of an integer, leaves room for other mistakes
+DRAWN_S = 4.0  # of computing for more than DRAWN of them
 Notes = Mapping[str, tuple[Note, ...]]
 
 
@@ -73,7 +76,9 @@ def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> list[
     """The edits of the lowest rank that are right in all cases, the smallest of each line."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
     judged = judged_cases(scheme, [smallest.case])
-    others = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest))
+    others = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest)) + drawn_cases(
+        scheme, report.case
+    )
     by_rank = _by_rank(scheme, report, smallest, others)
     for rank, edits in sorted(by_rank.items()) if judged and others else ():
         mending = _right(scheme, edits, judged, SEARCH_S[rank])
@@ -93,7 +98,6 @@ def _other_cases(
     """The cases in which an edit must be right as well."""
     yield from (other.case for other in failing if other is not smallest)
     yield cases.on_another_mesh(scheme, report.case, 4)
-    yield from (_drawn(scheme, report.case, number) for number in range(DRAWN))
 
 
 def _by_rank(
@@ -135,6 +139,18 @@ def _lines(functions: Functions) -> set[tuple[str, int]]:
     return {(code.co_filename, line) for code, running in functions.items() for line in running.lines}
 
 
+def drawn_cases(scheme: Declared, case: CaseSpec) -> list[JudgedCase]:
+    """Drawn cases: more than DRAWN, until DRAWN_FAILING of them fail or the time is over."""
+    start, drawn, failing = time.process_time(), list[JudgedCase](), 0
+    for number in range(MOST_DRAWN):
+        if number >= DRAWN and (failing >= DRAWN_FAILING or time.process_time() - start > DRAWN_S):
+            break
+        judged = judged_cases(scheme, [_drawn_case(scheme, case, number)])
+        failing += sum(not each.is_right(scheme) for each in judged)
+        drawn += judged
+    return drawn
+
+
 @none_if_raised
-def _drawn(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec:
+def _drawn_case(scheme: Declared, case: CaseSpec, number: int) -> CaseSpec:
     return draw_case(scheme, even_chooser(number), {}, dtype=case.dtype, engine=case.engine)

@@ -8,6 +8,7 @@ named only if every tensor of the failing cases, and of a case on another mesh, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,6 +25,7 @@ from shardproof.engines.program import Program
 from shardproof.experiments import cases
 from shardproof.experiments.combined_operations import (
     ASSIGNMENT,
+    BOUNDED,
     HOW_OF,
     WRITES,
     Combiner,
@@ -40,7 +42,7 @@ from shardproof.verify_one_case import verify_case
 
 MAX_EDITS = 60  # runs of the failing case
 MAX_PER_AXIS = 20  # operations after which a collective over one axis is tried
-MAX_PAIRS = 6  # of statistics, and of sums, that are tried together
+MAX_PAIRS = 6  # of statistics, of sums, and of sums with bounded ones, that are tried together
 RIGHT_ONCE = "right once "
 Notes = Mapping[str, tuple[Note, ...]]
 
@@ -160,22 +162,35 @@ def _of_writes(scheme: Declared, report: Report) -> Iterator[Edit]:
 
 
 def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
-    """A collective over an axis after each operation that reduces, after two at once, after any other."""
-    operations = _operations(scheme, report)
+    """A collective over an axis after each operation that reduces, after two at once, after any other.
+
+    Operations are all calls of a function in a line; where a line has several that reduce, each is tried alone too.
+    """
+    calls = _operations(scheme, report)
+    operations = {call.of_line: reduces for call, reduces in calls.items()}
     single = sorted(operations, key=lambda operation: not operations[operation])[:MAX_PER_AXIS]
-    statistics = [operation for operation in single if operation.name in HOW_OF]
-    sums = [operation for operation in single if operations[operation] and operation not in statistics]
-    pairs = [pair for alike in (statistics, sums) for pair in islice(combinations(alike, 2), MAX_PAIRS)]
+    bounds = [operation for operation in single if operation.how == BOUNDED]
+    statistics = [operation for operation in single if operation.name in HOW_OF and operation not in bounds]
+    sums = [operation for operation in single if operations[operation] and operation.name not in HOW_OF]
+    alike = (combinations(statistics, 2), combinations(sums, 2), product(sums, bounds))
+    pairs = [pair for each in alike for pair in islice(each, MAX_PAIRS)]
     reducing = [(operation,) for operation in single if operations[operation]]
     others = [(operation,) for operation in single if not operations[operation]]
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
-    for together in (*reducing, *pairs, *others):
-        for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else (True, False)):
+    backwards = (True, False) if any(arg.differentiable for arg in scheme.inputs) else (False,)
+    for together in (*reducing, *_of_several(calls), *pairs, *others):
+        for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else backwards):
             of_ranks, control = (
                 _in_mode(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
                 for of_equal_ranks in (False, True)
             )
             yield Edit(_words(together, axis), of_ranks, control)
+
+
+def _of_several(calls: Mapping[Operation, bool]) -> list[tuple[Operation]]:
+    """Each call that reduces in a line with several of its function."""
+    counts = Counter(call.of_line for call in calls)
+    return [(call,) for call, reduces in calls.items() if reduces and call.call and counts[call.of_line] > 1]
 
 
 def _combiner(
@@ -185,7 +200,8 @@ def _combiner(
 
 
 def _words(together: Sequence[Operation], axis: str) -> str:
-    what = " and ".join(f"{operation.name} at {operation.source}" for operation in together)
+    calls = ((f"`{each.call}`" if each.call else each.name, each.source) for each in together)
+    what = " and ".join(f"{call} at {source}" for call, source in calls)
     if len(together) > 1:
         return f"{what} are over all ranks of {axis}, not over each rank's own part"
     return f"{what} is the {together[0].how} over all ranks of {axis}, not of each rank's own part"

@@ -19,9 +19,10 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from shardproof.engines.ledger import base
-from shardproof.experiments.alternatives import Names, alternatives, of_statement
+from shardproof.experiments.alternatives import Names, alternatives
 from shardproof.experiments.existing import existing
 from shardproof.experiments.running_lines import Functions, Running
+from shardproof.experiments.statement_alternatives import of_statement
 
 FUTURE_FLAGS = 0x1FF0000  # of a code object: the `from __future__` imports that its file had
 LONGEST = 64  # characters of an expression that a note prints

@@ -27,6 +27,7 @@ from shardproof.experiments.edited_programs import name_edits
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
+from shardproof.experiments.unused_inputs import name_unused_inputs
 from shardproof.explain.arithmetic import SMALL_ERROR
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
@@ -58,7 +59,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
 
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
-    the case; for edits of lines the seconds of `edited_lines`.
+    the case; for edits of lines the seconds of `edited_lines`; up to MOST_CASES for each input.
     """
     if report.failure is not None or not report.notes:
         return report
@@ -78,8 +79,9 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     notes = name_own_shards(scheme, report, failing, notes)
     # 4. The small edit of the function that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
-    # 5. The small edit of one line that does.
+    # 5. The small edit of one line that does; the inputs that no output depends on.
     notes = name_edited_line(scheme, report, failing, notes)
+    notes = name_unused_inputs(scheme, report, failing, notes)
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = _of_single_numbers(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))

@@ -339,7 +339,7 @@ def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, 
             "drop the cast, the reference states the mathematics in float64",
         )
     if is_floating == arg.is_integer:
-        kind = "integer by" if arg.is_integer else "floating without Int or Bool in"
+        kind = "integer by" if arg.is_integer else "floating without Int or Bool of jaxtyping in"
         raise _failure(
             scheme, f"returned {part.dtype} for '{arg.name}', which is {kind} the scheme's return annotation"
         )

@@ -1,0 +1,61 @@
+"""What may be right in place of a statement: nothing, `x += y` for `x = y`, a step that a second name takes too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from copy import deepcopy
+
+from shardproof.experiments.alternatives import LIKELY, OPERATORS, POSSIBLE, Names, parsed
+
+
+def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]:
+    """The statements that may be right in place of `node`, each with its rank."""
+    match node:
+        case ast.AugAssign(target, operator, value):
+            for other in OPERATORS.get(type(operator), ()):
+                yield LIKELY, ast.AugAssign(target, other(), value)
+            yield LIKELY, ast.Pass()
+            yield LIKELY, ast.Assign([target], value)
+        case ast.Assign([ast.Name() | ast.Subscript() as target], value):
+            yield LIKELY, ast.Pass()
+            yield LIKELY, ast.AugAssign(target, ast.Add(), value)
+            if isinstance(target, ast.Name):
+                yield from ((LIKELY, ast.Assign([target], each)) for each in _of_running(target.id, value, names))
+                yield from ((POSSIBLE, each) for each in _of_two(target, value, names))
+                if names.kinds.get(target.id, "").startswith("tensor of floats"):
+                    yield POSSIBLE, ast.Assign([target], ast.UnaryOp(ast.USub(), value))
+        case ast.Expr():
+            yield LIKELY, ast.Pass()
+        case _:
+            pass
+
+
+def _of_running(name: str, value: ast.expr, names: Names) -> Iterator[ast.expr]:
+    """The next value of a sum that a loop keeps, `acc + x`, with the sum so far scaled or masked by a tensor."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        for own, rest in ((value.left, value.right), (value.right, value.left)):
+            if isinstance(own, ast.Name) and own.id == name:
+                for factor in names.factors(name):
+                    yield ast.BinOp(ast.BinOp(own, ast.Mult(), parsed(factor)), ast.Add(), rest)
+
+
+def _of_two(target: ast.Name, value: ast.expr, names: Names) -> Iterator[ast.stmt]:
+    """The next value of a name, `k = shifted(k)`, beside that of another one: `k, v = shifted(k), shifted(v)`."""
+    if not any(isinstance(each, ast.Name) and each.id == target.id for each in ast.walk(value)):
+        return
+    for other in names.alike(target.id):
+        if "." not in other:
+            second = _Renamed(target.id, other).visit(deepcopy(value))
+            both = ast.Tuple([target, ast.Name(other, ast.Store())], ast.Store())
+            yield ast.Assign([both], ast.Tuple([value, second], ast.Load()))
+
+
+class _Renamed(ast.NodeTransformer):
+    """One name in place of another."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self._new, node.ctx) if node.id == self._old else node
