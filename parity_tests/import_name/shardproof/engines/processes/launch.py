@@ -41,7 +41,7 @@ from shardproof.engines.creation import without_creations
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.ledger import Ledger, RunResult
 from shardproof.engines.processes import orphans
-from shardproof.engines.processes.member import Follower, Leader, Member, place
+from shardproof.engines.processes.member import Follower, Leader, LeaderGone, Member, place
 from shardproof.engines.processes.root_cause import find_root_cause
 
 LOOK_S = 0.5  # between two polls
@@ -97,7 +97,7 @@ def is_rank_zero() -> bool:
 
     Errors: ValueError if this process was not started by torchrun.
     """
-    rank, world = place()
+    rank, world = place()  # before any file of schemes, which may change the environment
     leave_with_agent()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, _terminated)
@@ -174,6 +174,8 @@ def _with_store(call: Callable[[], T]) -> T:
     """Call, and exit if the store is gone: there is no rank left to lead and no message to wait for."""
     try:
         return call()
+    except LeaderGone:
+        _terminated()
     except dist.DistError as error:
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         leave(f"the store of the job at {at} is gone, and with it the host that held it ({str(error).splitlines()[0]})")
