@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -257,6 +258,30 @@ def test_a_rank_that_native_code_ends_with_status_0_has_died(tmp_path: Path, ran
     done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--mesh", "tp=2")
     assert done.returncode == 1
     assert f"died: rank {rank} ended without a word" in done.stdout + done.stderr
+
+
+CRASHING = """
+    @scheme(reference=whole, mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b tp=I", nograd=("x",))
+    def crashing(mesh, x):
+        if mesh.rank("tp") == 1:
+            __import__("ctypes").string_at(0)
+        return x.sum(-1)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_costs_its_own_verdict_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "total.py"
+    path.write_text(textwrap.dedent(SCHEME + CRASHING).replace("BUG", "y = y + mesh.rank('tp')"))
+    monkeypatch.chdir(tmp_path)
+    files = ("--json", "out.json", "--examples", "2")
+    done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", *files)
+    record = json.loads(Path("out.json").read_text())
+    assert (done.returncode, record["status"]) == (1, 3)
+    assert [report["verdict"] for report in record["reports"]] == ["mismatch"]
+    [sentence] = record["not_judged"].values()
+    assert sentence.startswith("scheme 'crashing': died: rank 1 was killed by SIGSEGV at total.py:")
+    assert "2 schemes, 1 mismatch, 0 not run, 1 not judged." in done.stdout
 
 
 def test_a_wrong_argument_on_rank_zero_ends_the_others(tmp_path: Path) -> None:

@@ -19,13 +19,15 @@ store: every rank then exits with a message.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -76,7 +78,23 @@ def leave(reason: str) -> NoReturn:
     _leave(f"rank {os.environ.get('RANK', '?')}: {reason}")
 
 
+@contextmanager
+def telling(tell: Callable[[str], object]) -> Iterator[None]:
+    """In this block, call `tell` with the sentence if torchrun ends the job: on rank 0, to print what is judged."""
+    global _tell
+    before, _tell = _tell, tell
+    try:
+        yield
+    finally:
+        _tell = before
+
+
 def _leave(sentence: str) -> NoReturn:
+    global _tell
+    tell, _tell = _tell, None
+    if tell is not None:
+        with contextlib.suppress(Exception):  # the end of a process, at any of its lines
+            tell(sentence)
     if sentence:
         sys.stderr.write(f"shardproof: {sentence}\n")
         sys.stderr.flush()
@@ -87,6 +105,7 @@ def _leave(sentence: str) -> NoReturn:
 
 
 T = TypeVar("T")
+_tell: Callable[[str], object] | None = None
 _leader: Leader | None = None
 _sent: set[str] = set()
 _failed: tuple[str, str, RankFailure] | None = None

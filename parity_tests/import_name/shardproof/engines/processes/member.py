@@ -137,7 +137,8 @@ ENDING_S = LOOK_S + 0.5  # for the others, when torchrun ends the job
 AGENT_S = 2.0  # in which torchrun ends the job of a rank that has died with another status than 0
 ARM_S = 1.0  # between two settings of the alarm
 HELD_S = 12.0  # for which a job may hold the interpreter in native code: longer than a rank may compute
-ANSWER_S = 3.0  # for a rank that was ordered to stop, and for a hanging rank to come free
+ANSWER_S = 3.0  # for a rank to answer an order, and for a hanging rank to come free
+STOP_S = 2.0  # for a rank to say where it is; one whose interpreter is held never does
 
 
 class Member:
@@ -315,7 +316,7 @@ class Leader(Member):
         quiet = self._wait(quiet_s)
         self.disarm()
         self.channel.put(f"over/{self.number}", None)
-        answers = {0: self.seen()} | self._answers(ANSWER_S)
+        answers = {0: self.seen()} | self._answers(STOP_S)
         outcomes = [answers.get(r) or self._silent(r) for r in range(self.world)]
         self._is_broken = any(outcome.kind != DONE for outcome in outcomes)
         if self._is_broken:
