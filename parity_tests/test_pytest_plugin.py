@@ -143,3 +143,39 @@ def test_a_traceback_has_no_line_of_the_harness():
     for text, kind in ((mismatch, "ValueMismatch"), (misspelt, "'tq' is not a mesh axis")):
         assert "raise_if_failed()" in text or ".verify(tq=2)" in text
         assert kind in text and "harness/" not in text
+
+
+SKIPPING = """
+import pytest, unittest
+from shardproof import drawn
+
+def draws(generator, shape):
+    {call}
+
+@scheme(reference=double, mesh={{"tp": (2,)}}, inputs={{"x": "b/tp"}}, outputs="b/tp", dims={{"b": (4,)}},
+        draw={{"x": drawn(draws)}}, dtypes=("float32",))
+def unjudged(mesh, x):
+    return x * 3
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["pytest.skip('no')", "pytest.xfail('no')", "pytest.exit('no', 0)", "raise unittest.SkipTest('no')"]
+)
+def test_a_scheme_is_neither_skipped_nor_ended_by_its_own_functions(call):
+    Path("my_scheme.py").write_text(HEAD + SKIPPING.format(call=call))
+    (found,) = outcomes("--shardproof-examples", "1", ".").reports
+    assert found.failed and "scheme 'unjudged': my_scheme.py:" in str(found.longrepr), found.longrepr
+
+
+def test_an_import_that_exits_fails_beside_the_schemes_above_it():
+    scheme_file("exiting_scheme.py", "right")
+    with Path("exiting_scheme.py").open("a") as file:
+        file.write("raise SystemExit(0)\n")
+    options = ("--shardproof-examples", "1", "--continue-on-collection-errors")
+    found = outcomes(*options, "exiting_scheme.py").reports
+    assert {report.nodeid: report.outcome for report in found} == {
+        "exiting_scheme.py::right": "passed",
+        "exiting_scheme.py::exiting_scheme.py": "failed",
+    }
+    assert "it exits" in str(next(report.longrepr for report in found if report.failed))

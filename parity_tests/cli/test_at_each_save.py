@@ -51,12 +51,12 @@ EQUAL, MISMATCH = "1 scheme, 0 mismatches", "1 scheme, 1 mismatch,"
 class Watch:
     """A command that watches `my_scheme.py`, which imports `my_factors.py`, in a folder of its own."""
 
-    def __init__(self, folder: Path, engines: str = '("lockstep",)') -> None:
+    def __init__(self, folder: Path, engines: str = '("lockstep",)', target: str = "my_scheme.py") -> None:
         self.folder, self._engines, self._mark = folder, engines, Mark()
         self.save_factor(RIGHT)
         self.save_scheme()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", HEARS_CTRL_C, "-m", "shardproof", "verify", "my_scheme.py", *OPTIONS],
+            [sys.executable, "-c", HEARS_CTRL_C, "-m", "shardproof", "verify", target, *OPTIONS],
             cwd=folder,
             env=self._mark.environment,
             stdout=subprocess.PIPE,
@@ -128,6 +128,28 @@ def test_each_save_gets_the_verdict_of_what_was_saved(tmp_path):
         watch.save_factor("FACTOR = 8.0\n")
         assert EQUAL in watch.verdict()
         assert watch.interrupt() == (0, "")
+
+
+@pytest.mark.slow
+def test_a_save_ends_a_verdict_that_never_comes(tmp_path):
+    with Watch(tmp_path) as watch:
+        assert EQUAL in watch.verdict()
+        watch.save_factor("while True:\n    pass\n")
+        time.sleep(1.0)
+        watch.save_factor(WRONG)
+        verdict = watch.verdict()
+        assert "a file has been saved meanwhile" in verdict and MISMATCH in verdict
+        assert watch.interrupt() == (1, "")
+
+
+@pytest.mark.slow
+def test_a_replay_that_a_verdict_writes_is_no_save(tmp_path):
+    with Watch(tmp_path, target=".") as watch:
+        watch.verdict()
+        watch.save_factor(WRONG)
+        assert MISMATCH in watch.verdict() and list(tmp_path.glob("replay_*.py"))
+        time.sleep(IDLE_S)
+        assert watch.interrupt() == (1, "")
 
 
 @pytest.mark.slow

@@ -140,6 +140,7 @@ def test_a_file_in_place_of_a_verb(shardproof, words, remedy):
 
 
 SIZES = "scheme 'right': "
+NO_OPTION = "there is no option --tp; write --mesh tp=2 for a mesh axis, or --dim tp=2 for a dim"
 
 
 @pytest.mark.fast_values(11)
@@ -166,6 +167,8 @@ SIZES = "scheme 'right': "
             ("--mesh", "tp=2", "--dim", "b=3"),
             SIZES + "b=3 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 4",
         ),
+        (("--tp", "2"), "--tp '2': " + NO_OPTION),
+        (("--tp=2",), "--tp '2': " + NO_OPTION),
         (("--option", "scale=true"), "--option 'scale=true': write True, as in Python"),
         (("--option", "scale"), "--option 'scale' is not NAME=VALUE, such as temperature=2.0"),
         (("--option", "scale=2"), SIZES + "'scale' is not a mesh axis, dim or option (tp, b)"),
@@ -263,6 +266,17 @@ def test_a_full_disk_is_reported_with_the_file(shardproof, arguments, file):
     Path(file).symlink_to("/dev/full")
     status, _, err = shardproof(*arguments)
     assert (status, err) == (2, f"shardproof: {file}: {os.strerror(errno.ENOSPC)}\n")
+
+
+def test_a_full_disk_hides_no_mismatch(shardproof):
+    written("wrong.py", WRONG)
+    Path("full.json").symlink_to("/dev/full")
+    for arguments in (("verify", "wrong.py", "--mesh", "tp=2", "--examples", "1"), ("replay",)):
+        replays = [str(path) for path in Path().glob("replay_*.py")]
+        status, out, err = shardproof(*arguments, *replays, "--json", "full.json", "--html", "page.html")
+        assert (status, err) == (1, f"shardproof: full.json: {os.strerror(errno.ENOSPC)}\n")
+        assert "MISMATCH" in out and Path("page.html").is_file()
+        Path("page.html").unlink()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import os
+import pickle
 import resource
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from parity_tests import warm_python
 from shardproof import check, scheme, values
 from shardproof.cli import listing
 from shardproof.declare.discover import TABLE, UnusableTarget, schemes_of_file
+from shardproof.declare.travel import dumps
 from shardproof.endings.exit_status import MISMATCH, RANK_FAILED, USAGE
 from shardproof.replays import write_replay
 from shardproof.report.guard import guarded
@@ -197,6 +199,22 @@ def test_a_notebook_function_is_pickled(file):
     with pytest.raises(ValueError, match=rf"{pickle.name} is not there; it holds the function, which no file declares"):
         listing.replay_file(report.replay, None, 1)
     del TABLE["__main__:twice"]
+
+
+DAMAGES = {
+    "is cut off": (lambda scheme: dumps(scheme)[:100], "cannot be read ("),
+    "is another pickle": (lambda scheme: pickle.dumps([1, 2]), "holds a list, and the case is of 'twice'"),
+    "raises": (lambda scheme: b"cbuiltins\nint\n(S'two'\ntR.", "cannot be read (ValueError: invalid literal"),
+}
+
+
+def test_a_pickle_that_is_damaged_is_one_sentence(capsys):
+    _, scheme = declared(file="pickled.py")
+    for content, sentence in DAMAGES.values():
+        Path("replay_mine.pkl").write_bytes(content(scheme))
+        Path("replay_mine.py").write_text(f"CASE = {scheme.case(tp=2, b=4).json!r}\nSOURCE = 'replay_mine.pkl'\n")
+        assert status_of("replay_mine.py") == USAGE
+        assert f"shardproof: replay: replay_mine.pkl {sentence}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

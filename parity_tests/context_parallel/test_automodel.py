@@ -277,6 +277,7 @@ def blocks_of(mesh, **more):
 
 
 X = torch.zeros(2, 8)
+REMEDY = "pass one, or convert the tensor"
 REJECTED = [
     (
         "length",
@@ -317,14 +318,14 @@ REJECTED = [
     (
         "fill of another dtype",
         lambda m: sharded_by(m).shard_token_tensor(torch.zeros(2, 6, dtype=torch.int64), fill=0.5),
-        "ContextParallelSharder.shard_token_tensor: fill=0.5 is not a value of int64",
+        f"ContextParallelSharder.shard_token_tensor: fill=0.5 is not a value of int64; {REMEDY}",
     ),
     (
         "negative fill of bytes",
         lambda m: automodel.shard_sequence_for_cp_contiguous(
             m.device_mesh["cp"], torch.zeros(2, 6, dtype=torch.uint8), pad_value=-1
         ),
-        "context_parallel.shard_sequence_for_cp_contiguous: pad_value=-1 is not a value of uint8",
+        f"context_parallel.shard_sequence_for_cp_contiguous: pad_value=-1 is not a value of uint8; {REMEDY}",
     ),
     (
         "other length",
@@ -372,7 +373,7 @@ REJECTED = [
     (
         "fill of another dtype of an entry",
         lambda m: blocks_of(m, groups=X.T.long(), extra_pad_values={"groups": 0.5}, extra_seq_keys={"groups": 0}),
-        "context_parallel.shard_batch_contiguous: extra_pad_values['groups']=0.5 is not a value of int64",
+        f"context_parallel.shard_batch_contiguous: extra_pad_values['groups']=0.5 is not a value of int64; {REMEDY}",
     ),
     (
         "dim of an entry",

@@ -284,7 +284,7 @@ REJECTED = [
     ),
     (
         lambda m: cp.make_cp_batch_and_ctx(mesh_of(m), {"labels": torch.zeros(1, 4)}),
-        "batch has neither input_ids nor inputs_embeds; it has labels",
+        "batch has neither input_ids nor inputs_embeds; it has labels; add one of the two",
     ),
     (
         lambda m: cp.make_cp_batch_and_ctx(mesh_of(m), {"input_ids": torch.arange(8)}),

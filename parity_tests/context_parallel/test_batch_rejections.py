@@ -71,5 +71,7 @@ def test_an_empty_batch_is_rejected():
             cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {})
         return str(caught.value)
 
-    message = "context_parallel.batch: batch has neither input_ids nor inputs_embeds; it has nothing"
+    message = (
+        "context_parallel.batch: batch has neither input_ids nor inputs_embeds; it has nothing; add one of the two"
+    )
     assert run(body, CaseSpec(scheme="batch", mesh={"cp": 2})).results == (message,) * 2

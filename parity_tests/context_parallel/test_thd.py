@@ -249,7 +249,7 @@ def test_required_entries(name):
     del inputs[name]
     with pytest.raises(KeyError) as caught:
         process_input_for_thd(inputs)
-    assert caught.value.args == (f"context_parallel.thd: batch has no '{name}'; it has {', '.join(inputs)}",)
+    assert caught.value.args == (f"context_parallel.thd: batch has no '{name}'; it has {', '.join(inputs)}; add it",)
 
 
 @pytest.mark.parametrize("process", [split_batch_into_thd_chunks, partial(make_cp_batch_for_te, None)])
@@ -291,7 +291,7 @@ def test_a_batch_is_a_dict_with_something_in_it(process):
     with pytest.raises(KeyError) as missing:
         process({})
     prefix = f"context_parallel.{component_of(process)}"
-    assert missing.value.args == (f"{prefix}: batch has no 'input_ids'; it has nothing",)
+    assert missing.value.args == (f"{prefix}: batch has no 'input_ids'; it has nothing; add it",)
 
 
 @pytest.mark.parametrize(("fill", "kind"), [(-1000.0, "a float"), ("-1", "a str"), (None, "None")])

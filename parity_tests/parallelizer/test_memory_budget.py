@@ -164,6 +164,11 @@ REJECTED = [
         "'inductor', 'aot_eager', 'aot_eager_decomp_partition'",
     ),
     (
+        "without its mode",
+        budgeted(memory_budget=0.3, activation_checkpointing="full"),
+        f"{NAME} memory_budget=0.3 needs activation_checkpointing='memory_budget'; pass both, or leave it out",
+    ),
+    (
         "above one",
         budgeted(memory_budget=1.5),
         f"{NAME} memory_budget=1.5 is outside; pass a number from 0, a block's inputs alone, to 1",

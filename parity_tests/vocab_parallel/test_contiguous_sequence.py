@@ -115,20 +115,20 @@ def test_an_odd_shard_is_rejected():
     assert on_ranks(2, body) == (messages,) * 2
 
 
-NUMBER, OF = "pass a number", "is not a value of"
+NUMBER, OF, REMEDY = "pass a number", "is not a value of", "pass one, or convert the tensor"
 FILLS = [
     (torch.int64, None, TypeError, f"fill_value=None is None; {NUMBER}"),
     (torch.int64, "a", TypeError, f"fill_value='a' is a str; {NUMBER}"),
     (torch.float32, [1], TypeError, f"fill_value=[1] is a list; {NUMBER}"),
     (torch.float32, 1j, TypeError, f"fill_value=1j is a complex; {NUMBER}"),
     (torch.int64, True, TypeError, f"fill_value=True is a bool; {NUMBER}"),
-    (torch.int64, 10**30, ValueError, f"fill_value={10**30} {OF} int64"),
-    (torch.int64, 1.5, ValueError, f"fill_value=1.5 {OF} int64"),
-    (torch.int64, float("nan"), ValueError, f"fill_value=nan {OF} int64"),
-    (torch.uint8, -100, ValueError, f"fill_value=-100 {OF} uint8"),
-    (torch.bool, 2, ValueError, f"fill_value=2 {OF} bool"),
-    (torch.float32, 10**400, ValueError, f"fill_value={10**400} {OF} float32"),
-    (torch.float16, 70000.0, ValueError, f"fill_value=70000.0 {OF} float16"),
+    (torch.int64, 10**30, ValueError, f"fill_value={10**30} {OF} int64; {REMEDY}"),
+    (torch.int64, 1.5, ValueError, f"fill_value=1.5 {OF} int64; {REMEDY}"),
+    (torch.int64, float("nan"), ValueError, f"fill_value=nan {OF} int64; {REMEDY}"),
+    (torch.uint8, -100, ValueError, f"fill_value=-100 {OF} uint8; {REMEDY}"),
+    (torch.bool, 2, ValueError, f"fill_value=2 {OF} bool; {REMEDY}"),
+    (torch.float32, 10**400, ValueError, f"fill_value={10**400} {OF} float32; {REMEDY}"),
+    (torch.float16, 70000.0, ValueError, f"fill_value=70000.0 {OF} float16; {REMEDY}"),
 ]
 
 

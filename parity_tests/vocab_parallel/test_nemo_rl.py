@@ -111,7 +111,7 @@ test_a_fill_is_rejected_under_its_own_name = rejected(
             kind,
         )
         for fill, problem, kind in (
-            (-100, "is not a value of uint8", ValueError),
+            (-100, "is not a value of uint8; pass one, or convert the tensor", ValueError),
             ("x", "is a str; pass a number", TypeError),
         )
     ],

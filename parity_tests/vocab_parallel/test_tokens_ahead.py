@@ -245,7 +245,7 @@ test_rejection = rejected(
         (
             "a fill of another dtype",
             on_packed(IDS.to(torch.uint8), fill=-100),
-            "vocab_parallel.tokens_ahead: fill_value=-100 is not a value of uint8",
+            "vocab_parallel.tokens_ahead: fill_value=-100 is not a value of uint8; pass one, or convert the tensor",
         ),
         (
             "one dim",

@@ -348,7 +348,7 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
                 raise Rejected(f"{name} is {list(shape)}; it is {dims}, one row for each sequence")
             return shape[0], shape[1]
     present = ", ".join(batch) or "nothing"
-    raise Rejected(f"batch has neither input_ids nor inputs_embeds; it has {present}")
+    raise Rejected(f"batch has neither input_ids nor inputs_embeds; it has {present}; add one of the two")
 
 
 def _device(batch: dict[str, Any]) -> torch.device:

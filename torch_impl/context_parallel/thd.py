@@ -194,7 +194,7 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     # 1. Check the keys and the shape of the tokens.
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
-            raise Rejected(f"batch has no {name!r}; it has {', '.join(batch) or 'nothing'}", KeyError)
+            raise Rejected(f"batch has no {name!r}; it has {', '.join(batch) or 'nothing'}; add it", KeyError)
         require_tensor(name, batch[name])
     ids, chunks = batch["input_ids"], max(index(chunks), 1)
     if ids.ndim not in (2, 3):

@@ -26,5 +26,5 @@ def fill_of(tensor: Tensor, fill_value: float | int, name: str = "fill_value") -
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         fits = low <= fill_value <= high and fill_value == int(fill_value)
     if not fits:
-        raise Rejected(f"{name}={fill_value} is not a value of {dtype_name(tensor)}")
+        raise Rejected(f"{name}={fill_value} is not a value of {dtype_name(tensor)}; pass one, or convert the tensor")
     return float(fill_value) if dtype.is_floating_point or dtype.is_complex else int(fill_value)

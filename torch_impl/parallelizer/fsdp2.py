@@ -24,7 +24,7 @@ from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, prefetch_blocks, save_products, units
 from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts, validate_experts
-from torch_impl.parallelizer.memory_budget import check_budget
+from torch_impl.parallelizer.memory_budget import budget_in_force
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 from torch_impl.parallelizer.mixed_dtypes import units_of_rarer_dtypes
 from torch_impl.parallelizer.registry import imported_plan, registered_strategy
@@ -148,7 +148,7 @@ def fsdp2_strategy_parallelize(
     enable_async_tensor_parallel: bool = False,
     selective_ac_option: Selective = "op",
     activation_checkpointing_scope: Scopes = "all",
-    memory_budget: Share = 0.5,
+    memory_budget: Share | None = None,
     enable_compile: bool = False,
     compile_backend: Backend = DEFAULT_BACKEND,
     fsdp2_forward_prefetch_depth: NonNegativeInt | None = None,
@@ -183,9 +183,11 @@ def fsdp2_strategy_parallelize(
         "memory_budget": the compiler decides, which needs `enable_compile`
     activation_checkpointing_scope   the blocks that are recomputed: "all", or some of "language", "vision", "audio" and
         "multimodal" (vision and audio)
-    memory_budget          the share of a compiled block's activations that is saved, from 0, its inputs alone, to 1
+    memory_budget          the share of a compiled block's activations that is saved, from 0, its inputs alone, to 1;
+        None: a half
     sequence_parallel      between layers a block has s/tp positions: see `sequence_parallel`
-    enable_async_tensor_parallel   a layer's products overlap with the gather and the scatter of its sequence
+    enable_async_tensor_parallel   a layer's products overlap with the gather and the scatter of its sequence. One rank
+        of tp has the whole sequence, so that neither switch changes anything there
     enable_compile         compile each block with `compile_backend`, inside FSDP and around recomputation
     fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth   gather this many blocks ahead; None: torch's order
     dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name   the mesh's own names for the axes of these roles;
@@ -199,8 +201,8 @@ def fsdp2_strategy_parallelize(
             have the collectives of `shard_experts`.
     Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of a wrong type.
             ValueError for a mesh whose axes are unknown, mixed or have no names; a mesh name that is not an axis; a
-            backend that torch does not have, or that has no memory budget; a model that is already parallel, has a
-            scalar parameter, or parameters of two dtypes in one module; a plan that
+            backend that torch does not have, or that has no memory budget; a memory budget without its mode; a model
+            that is already parallel, has a scalar parameter, or parameters of two dtypes in one module; a plan that
             `check_plan` rejects; a model without experts that ep can shard.
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing), 2006.16668 (experts).
     """
@@ -210,9 +212,7 @@ def fsdp2_strategy_parallelize(
     experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep), is_stage=axes.has_stages)
     styles = {name: entry for name, entry in styles.items() if name not in experts}
     rarer = units_of_rarer_dtypes(model, experts.values())
-    budget = memory_budget if activation_checkpointing == BUDGET else None
-    if budget is not None:
-        check_budget(enable_compile, compile_backend)
+    budget = budget_in_force(memory_budget, activation_checkpointing == BUDGET, enable_compile, compile_backend)
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh
     if enable_async_tensor_parallel and not sequence_parallel:

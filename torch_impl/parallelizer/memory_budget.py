@@ -25,8 +25,21 @@ PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 ATTENTION, DROPOUT = "scaled_dot_product_attention", 4  # its name, and the place of its dropout
 
 
-def check_budget(enable_compile: bool, backend: str) -> None:
-    """Rejected unless blocks are compiled by a backend that decides what is saved."""
+DEFAULT = 0.5
+
+
+def budget_in_force(budget: float | None, is_chosen: bool, enable_compile: bool, backend: str) -> float | None:
+    """The budget of compiled blocks; None unless the mode with a budget is chosen.
+
+    Errors: ValueError for a budget without its mode, for blocks that are not compiled, and for a backend that does not
+            decide what is saved.
+    """
+    if not is_chosen:
+        if budget is not None:
+            raise Rejected(
+                f"memory_budget={budget} needs activation_checkpointing='memory_budget'; pass both, or leave it out"
+            )
+        return None
     if not enable_compile:
         raise Rejected(
             "activation_checkpointing='memory_budget' is decided by the compiler; pass enable_compile=True, or "
@@ -37,6 +50,7 @@ def check_budget(enable_compile: bool, backend: str) -> None:
             f"compile_backend={backend!r} does not decide what is saved, as 'memory_budget' needs; pass one of "
             f"{', '.join(map(repr, PARTITIONING))}"
         )
+    return DEFAULT if budget is None else budget
 
 
 @functools.cache  # the compiler knows a backend by its identity

@@ -66,3 +66,10 @@ def polls_for_ever(mesh: Any, case: Any) -> None:
         while work is not None and not work.is_completed():
             pass
     dist.barrier(group=mesh["tp"])
+
+
+def all_poll_for_ever(mesh: Any, case: Any) -> None:
+    rank, world = mesh.rank("tp"), mesh.size("tp")
+    work = dist.irecv(torch.empty(4), group_src=(rank + 1) % world, group=mesh["tp"])
+    while work is not None and not work.is_completed():
+        pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from parity_tests.evidence.failures import async_kinds, group_kinds, kinds, process_kinds
+from parity_tests.evidence.failures.commands import BEGUN, COMMANDS
 from shardproof.declare.case import CaseSpec
 from shardproof.endings import exits
-from shardproof.endings.exit_status import EQUAL, RANK_FAILED
+from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED, USAGE
 from shardproof.endings.exits import signal_name
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.processes import orphans
@@ -42,6 +44,7 @@ RETURNED = (
     "returns_a_sparse_tensor",
     "returns_a_meta_tensor",
     "returns_complex_numbers",
+    "returns_complex_numbers_for_integers",
     "returns_a_freed_tensor",
     "returns_a_replicated_dtensor",
     "returns_a_partial_dtensor",
@@ -51,9 +54,10 @@ RETURNED = (
     "changes_its_result_on_one_rank",
 )
 OUTSIDE = ("reference_exits", "reference_leaves_by_os_exit", "reference_changes", "draw_exits", "assume_exits")
-# Last, since a rank that hangs may be of no further use.
+# Last, each in a process of its own.
 HANGING = (
     "polls_for_ever",
+    "all_poll_for_ever",
     "waits_for_a_lock_for_ever",
     "loops",
     "sleeps",
@@ -77,6 +81,8 @@ class Cell:
     @property
     def lacks(self) -> list[str]:
         """The parts that a failure's sentence lacks. A wrong return value needs its rank, a reference its line."""
+        if self.kind in COMMANDS:
+            return ["verdict"] if self.cause == "done" else []
         patterns = {
             "rank": re.compile(r"\branks? \d"),
             "operation": OPERATION,
@@ -99,19 +105,21 @@ def bodies() -> dict[str, Callable[..., Any] | None]:
         for name, each in vars(module).items()
         if inspect.isfunction(each) and each.__module__ == module.__name__
     }
-    return functions | dict.fromkeys((*RETURNED, *OUTSIDE))
+    return functions | dict.fromkeys((*RETURNED, *OUTSIDE, *COMMANDS))
 
 
 def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
     """The cell of each kind. Where a kind ends the process, another one runs the next kinds."""
-    rest = sorted(names, key=lambda name: name in HANGING)
-    by_kind: dict[str, Cell] = {}
+    rest = sorted((name for name in names if name not in COMMANDS), key=lambda name: name in HANGING)
+    by_kind = {name: _of_command(engine, world, name) for name in names if name in COMMANDS}
     while rest:
         with tempfile.TemporaryDirectory() as folder:
             output, errors = Path(folder) / "cells", Path(folder) / "errors"
             output.touch()
             started = time.monotonic()
-            status = _status([*_command(engine, world), engine, str(world), str(output), *rest], errors)
+            # A rank that hangs may die later, of which the next kind would have the blame.
+            some = rest[:1] if rest[0] in HANGING else [name for name in rest if name not in HANGING]
+            status = _status([*_command(engine, world), engine, str(world), str(output), *some], errors)
             lines = [json.loads(line) for line in output.read_text().splitlines()]
             answered = [Cell(**line) for line in lines if "sentence" in line]
             begun, at = next(((line["begun"], line["at"]) for line in lines[-1:] if "begun" in line), (None, started))
@@ -124,10 +132,32 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
     return [by_kind[name] for name in names]
 
 
-def _status(command: Sequence[str], errors: Path) -> int | None:
+def _of_command(engine: str, world: int, name: str) -> Cell:
+    """The cell of a kind that is a command. Its seconds, from the import of its file, are of the whole command."""
+    kind = COMMANDS[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for file, text in kind.files.items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text(text)
+        command = [*_command(engine, world, "shardproof"), "verify", *kind.targets, "--examples", "1"]
+        path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        environment = {**os.environ, **kind.environment, "PYTHONPATH": path}
+        output = folder / "output"
+        command += ["--engine", engine, "--mesh", f"tp={world}"]
+        with output.open("w") as printed:
+            status = _status(command, folder / "errors", stdout=printed.fileno(), cwd=folder, env=environment)
+        ended, begun = time.monotonic(), (folder / BEGUN).read_text().splitlines()
+        text = "".join(file.read_text(errors="replace") for file in (output, folder / "errors")).strip()
+    found = next((cause for cause in CAUSES if cause in text), "ended: ")
+    causes = {EQUAL: "done", MISMATCH: "mismatch", USAGE: "not judged", RANK_FAILED: found.removesuffix(": ")}
+    return Cell(name, causes.get(-1 if status is None else status, "ended"), text, ended - float(begun[0]))
+
+
+def _status(command: Sequence[str], errors: Path, stdout: int = subprocess.DEVNULL, **how: Any) -> int | None:
     """How a process ended whose errors go to a file; None if it was ended because it took too long."""
     kept = orphans.kept(command)
-    with errors.open("w") as stderr, subprocess.Popen(kept, stdout=subprocess.DEVNULL, stderr=stderr) as process:
+    with errors.open("w") as stderr, subprocess.Popen(kept, stdout=stdout, stderr=stderr, **how) as process:
         try:
             return process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -135,8 +165,8 @@ def _status(command: Sequence[str], errors: Path) -> int | None:
             return None
 
 
-def _command(engine: str, world: int) -> list[str]:
-    module = ["-m", "parity_tests.evidence.failures.cells"]
+def _command(engine: str, world: int, name: str = "parity_tests.evidence.failures.cells") -> list[str]:
+    module = ["-m", name]
     if engine != "torchrun":
         return [sys.executable, *module]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]

@@ -9,6 +9,7 @@ from itertools import product, starmap
 from pathlib import Path
 
 from parity_tests.evidence.failures.cells import ENGINES, OUTSIDE, WORLDS, Cell, bodies
+from parity_tests.evidence.failures.commands import COMMANDS
 from parity_tests.evidence.page import joined, markdown_table, written_by
 
 ROOT = f"{Path(__file__).resolve().parents[3]}/"
@@ -23,7 +24,7 @@ line) that the sentence does not name.
 
 On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
 command with it: its parent, which waits for it, says where the ranks were. Of a wrong return value the rank is all that
-there is to name.
+there is to name. The last kinds are whole commands, which need a verdict and a status.
 
 {written_by}
 It also writes the code of each kind and every sentence that is printed into `build/failures.md`.
@@ -85,6 +86,8 @@ def _code(kind: str) -> str:
 def _source(kind: str) -> str:
     """The lines of a function, or the file of those that are declared outside the ranks."""
     body = bodies()[kind]
+    if kind in COMMANDS:
+        return "\n".join(f"# {file}\n{text}" for file, text in COMMANDS[kind].files.items())
     if body is not None:
         return inspect.getsource(body)
     from parity_tests.evidence.failures import outside, returned

@@ -98,6 +98,20 @@ def raises_in_a_thread(mesh: Any, case: Any) -> None:
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
+def stops_in_a_thread(mesh: Any, case: Any) -> None:
+    class Stop(BaseException):
+        """As asyncio's and pytest's, which are no Exception."""
+
+    def stops() -> None:
+        raise Stop
+
+    if mesh.rank("tp") == 1:
+        thread = threading.Thread(target=stops)
+        thread.start()
+        thread.join()
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
 def communicates_in_a_thread(mesh: Any, case: Any) -> None:
     size = 2 if mesh.rank("tp") == 1 else 3
     thread = threading.Thread(target=lambda: dist.all_reduce(torch.ones(size), group=mesh["tp"]))

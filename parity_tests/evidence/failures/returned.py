@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardproof.declaration import scheme
-from shardproof.declare.draws import values
+from shardproof.declare.draws import integers, values
 
 
 def doubled(x: Any) -> Any:
@@ -69,6 +70,14 @@ def returns_a_meta_tensor(mesh: Any, x: torch.Tensor) -> Any:
 @declared
 def returns_complex_numbers(mesh: Any, x: torch.Tensor) -> Any:
     return (2 * x).to(torch.complex64) if mesh.rank("tp") == 1 else 2 * x
+
+
+@scheme(
+    reference=lambda n: 2 * n, mesh={"tp": (2, 4)}, inputs={"n": "b/tp"}, outputs="b/tp",
+    draw={"n": integers(0, 9)}, dims={"b": (8,)},
+)  # fmt: skip
+def returns_complex_numbers_for_integers(mesh: Any, n: Int[torch.Tensor, "b"]) -> Int[torch.Tensor, "b"]:
+    return (2 * n).to(torch.complex64) if mesh.rank("tp") == 1 else 2 * n
 
 
 @declared

@@ -8,9 +8,10 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardproof import scheme
+from shardproof import integers, scheme
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
 from shardproof.engines.failure import Raised
@@ -74,6 +75,19 @@ def returning(function, **how):
     })(function)  # fmt: skip
 
 
+def test_complex_numbers_are_no_integers():
+    """Those without an imaginary part equal them."""
+
+    def counted(mesh, n: Int[torch.Tensor, "n"]) -> Int[torch.Tensor, "n"]:
+        return (2 * n).to(torch.complex64)
+
+    declared = returning(
+        counted, inputs={"n": "n/tp"}, reference=lambda n: 2 * n, draw={"n": integers(0, 9)}, nograd=()
+    )
+    text = " ".join(str(declared.verify(n=4, examples=1)).split())
+    assert "rank 0 returned torch.complex64 for 'out'; return its torch.view_as_real" in text
+
+
 def test_a_tensor_whose_storage_ends_before_it_is_rejected():
     def freed(mesh, x):
         y = 2 * x
@@ -134,3 +148,24 @@ def test_a_collective_in_a_thread_of_a_rank_is_in_the_ledger():
     assert all(row.source.startswith("test_outputs.py:") for row in rows)
     with pytest.raises(Raised, match=r"lockstep cannot run this: there a rank is one thread"):
         run(gathers_in_a_thread, CASE, "lockstep")
+
+
+class Stop(BaseException):
+    """As asyncio's and pytest's, which are no Exception."""
+
+
+def stops_in_a_thread(mesh, case):
+    def stops():
+        raise Stop
+
+    if mesh.rank("tp") == 1:
+        thread = threading.Thread(target=stops)
+        thread.start()
+        thread.join()
+    dist.barrier(group=mesh["tp"])
+
+
+@ENGINES
+def test_what_ends_a_thread_of_a_rank_need_be_no_exception(engine):
+    with pytest.raises(Raised, match=r"rank 1 raised .*Stop"):
+        run(stops_in_a_thread, CASE, engine)

@@ -11,7 +11,7 @@ from shardproof.declare.discover import built_in
 from shardproof.draw.choosers import even_chooser, seeded_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.engines.program import Program
-from shardproof.judge import reference
+from shardproof.judge import kept_traces, reference
 
 SHAPES = 2  # choices of each size: the smallest ones
 BUILT_IN = built_in()
@@ -36,7 +36,7 @@ def traced(monkeypatch):
         return recorded
 
     monkeypatch.setattr(reference, "evaluator", evaluator)
-    monkeypatch.setattr(reference, "_PROGRAMS", {})
+    monkeypatch.setattr(kept_traces, "_programs", {})
     return calls
 
 

@@ -11,7 +11,7 @@ import torch
 from shardproof import integers, scheme, token_below, values
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
-from shardproof.judge import reference
+from shardproof.judge import kept_traces, reference
 from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
 
 U = UNIT_ROUNDOFF["bfloat16"]
@@ -231,13 +231,13 @@ def test_one_compilation_for_each_shape_and_option():
 
 def test_compiled_programs_do_not_pile_up(monkeypatch):
     """Linux counts a process's memory maps, and every compilation takes some dozens."""
-    monkeypatch.setattr(reference, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(kept_traces, "MAX_PROGRAMS", 3)
     cases = [matmul.case(tp=1, b=b, d=2, f=2) for b in range(1, 9)]
     before = reference.CLOCK.count
     first, again = ([evaluated(matmul, case).outputs["out"] for case in cases] for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert reference.CLOCK.count == before + 2 * len(cases)  # the second round found none of the first
-    assert len(reference._PROGRAMS[product]) <= 3
+    assert len(kept_traces.of_reference(product)) <= 3
 
 
 def test_arrays_passed_by_hand_replace_drawn_ones():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import traceback
+import unittest
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 FILES = ("scheme_*.py", "*_scheme.py")  # besides files named on the command line
 OF_A_SCHEME = "@scheme"
 ENGINES = ("lockstep", "gloo", "nccl")
+OF_PYTEST = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, unittest.SkipTest)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,9 +107,9 @@ class SchemeTest(pytest.Item):
     def runtest(self) -> None:
         from shardproof import NotRun, verify
         from shardproof.declare.declaration_failure import DeclarationFailure
-        from shardproof.declare.failed_declaration import FailedDeclaration
+        from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 
-        if isinstance(self.scheme, FailedDeclaration):
+        if isinstance(self.scheme, FailedDeclaration | FailedImport):
             raise DeclarationFailure(self.scheme.sentence)
         engine, examples = self.config.option.shardproof_engine, self.config.option.shardproof_examples
         if engine not in self.scheme.engines:
@@ -116,6 +118,10 @@ class SchemeTest(pytest.Item):
             self.report = verify(self.scheme, engine, examples)
         except NotRun as reason:
             pytest.skip(f"not run: {reason}")
+        except OF_PYTEST as outcome:  # a scheme is a test of its own, which none of its functions may skip or end
+            from shardproof.report.guard import sentence_of
+
+            raise DeclarationFailure(f"scheme '{self.name}': {sentence_of(outcome)[1]}") from None
         self.report.raise_if_failed()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

@@ -14,6 +14,7 @@ from shardproof.declare.discover import TABLE, declaring_file
 from shardproof.draw import recorded
 from shardproof.draw.size_choices import free_dims
 from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED, NotJudged
+from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.supervised import supervised
 from shardproof.report.guard import guarded
 from shardproof.report.out_path import naming
@@ -146,14 +147,7 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
 
     name = case.scheme.rpartition(":")[2]
     if source.endswith(".pkl"):
-        import pickle
-
-        pickled = Path(replay_path).parent / source
-        if not pickled.is_file():
-            raise ValueError(
-                f"replay: {pickled} is not there; it holds the function, which no file declares: keep it beside"
-            )
-        return pickle.loads(pickled.read_bytes())
+        return _unpickled(Path(replay_path).parent / source, name)
     if case.scheme in TABLE:
         return TABLE[case.scheme]
     beside = Path(replay_path).parent / Path(source).name
@@ -169,6 +163,28 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
         if isinstance(candidate, FailedImport):  # it exits, or has ended an earlier process of this command
             raise NotJudged(candidate.sentence, candidate.status)
     raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
+
+
+def _unpickled(file: Path, name: str) -> Declared:
+    """The scheme of this name in a file beside its replay. Errors: ValueError for a file that is gone or damaged."""
+    import pickle
+
+    from shardproof.declare.declared import Declared
+
+    if not file.is_file():
+        raise ValueError(f"replay: {file} is not there; it holds the function, which no file declares: keep it beside")
+    try:
+        scheme = pickle.loads(file.read_bytes())
+    except BaseException as error:
+        pass_interrupt(error)
+        what = f"{type(error).__name__}: {first_line_of(error)}"
+        raise ValueError(
+            f"replay: {file} cannot be read ({what}); verify the scheme again, to write another"
+        ) from error
+    if not isinstance(scheme, Declared) or scheme.name != name:
+        held = f"scheme {scheme.name!r}" if isinstance(scheme, Declared) else f"a {type(scheme).__name__}"
+        raise ValueError(f"replay: {file} holds {held}, and the case is of {name!r}; put back the file of this replay")
+    return scheme
 
 
 def _arguments(arguments: Sequence[str]) -> tuple[str | None, int]:

@@ -54,6 +54,7 @@ from shardproof.experiments.simplest_choices import SimplestCase
 from shardproof.experiments.smallest import shrink
 from shardproof.experiments.special_values import name_values_to_avoid
 from shardproof.experiments.undecided import verify_or_undecided
+from shardproof.judge import kept_traces
 from shardproof.judge.reference import CLOCK, UNIT_ROUNDOFF, accumulator_roundoff
 from shardproof.replays import write_replay
 from shardproof.report.guard import sentence_of
@@ -117,6 +118,7 @@ def verify(
     if examples is not None and (not isinstance(examples, int) or examples < 1):
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
     VERIFIED.add(scheme.key)
+    kept_traces.forget_if_changed(scheme.reference)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before, start = CLOCK.seconds, time.perf_counter()
     # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
@@ -378,6 +380,8 @@ def check(case: CaseSpec) -> Report:
     from hypothesis import currently_in_test_context, reject
 
     scheme = lookup(case.scheme)
+    if not currently_in_test_context():
+        kept_traces.forget_if_changed(scheme.reference)
     report = verify_or_undecided(scheme, case)
     if report.is_undecided and currently_in_test_context():
         reject()  # Hypothesis draws another example; if there is none, the test does not pass

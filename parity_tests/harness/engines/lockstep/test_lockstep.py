@@ -1,6 +1,7 @@
 """The lockstep engine itself: repeatable, isolated, and leaves the process unchanged."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -40,6 +41,48 @@ def chatter(mesh: Any, case: CaseSpec) -> list[float]:
         for work in works[:: 1 if step % 2 else -1]:
             work.wait()
     return draws
+
+
+def polls(mesh: Any, case: CaseSpec) -> None:
+    rank, size = mesh.rank("tp"), mesh.size("tp")
+    if rank == 1 or case.seed:  # else the others wait
+        work = dist.irecv(torch.empty(3), group_src=(rank + 1) % size, group=mesh["tp"])
+        while work is not None and not work.is_completed():
+            pass
+    dist.barrier(group=mesh["tp"])
+
+
+@pytest.mark.parametrize("all_poll", [False, True])
+def test_polling_is_no_progress(all_poll):
+    started = time.monotonic()
+    with pytest.raises(failure.Stalled, match=r"reached no collective for 0\.5 s; last recv"):
+        lockstep.run(polls, case(2, seed=int(all_poll)), quiet_s=0.5)
+    assert time.monotonic() - started < 3
+
+
+def loops(mesh: Any, case: CaseSpec) -> None:
+    while mesh.rank("tp") == 1:
+        pass
+    dist.barrier(group=mesh["tp"])
+
+
+def test_an_interrupt_leaves_no_rank_behind():
+    """As in a notebook, whose process goes on."""
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        lockstep.run(loops, case(2))
+    deadline = time.monotonic() + 5
+    while any(thread.name.startswith("lockstep-rank-1") and _is_in(loops, thread) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert lockstep.run(chatter, case(2)).results == lockstep.run(chatter, case(2)).results
+
+
+def _is_in(function: Callable[..., Any], thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 # Repeatable.

@@ -1,6 +1,8 @@
 """A rank's process imports a scheme's file before it loads the function, so the file's patches apply."""
 
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,17 @@ def test_warnings_are_written_once(tmp_path, capfd):
     assert scheme.verify("gloo", examples=2, tp=2).ok
     shown = capfd.readouterr().err
     assert shown.count("UserWarning: when called") == 1 and "on import" not in shown
+
+
+def test_ranks_run_a_module_as_it_is_now(tmp_path, monkeypatch):
+    """As in a notebook, where a module is edited and loaded again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    helper = tmp_path / "a_factor.py"
+    helper.write_text("FACTOR = 2\n")
+    imports = "import a_factor"
+    (scheme,) = schemes_of_file(written(tmp_path, "reloading.py", imports=imports, body="a_factor.FACTOR * x"))
+    assert scheme.verify("gloo", examples=1, tp=2).ok
+    helper.write_text("FACTOR = 3.0\n")
+    importlib.reload(sys.modules["a_factor"])
+    assert not scheme.verify("gloo", examples=1, tp=2).ok
+    del sys.modules["a_factor"]

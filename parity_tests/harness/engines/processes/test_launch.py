@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -223,15 +224,64 @@ def test_a_rank_killed_in_a_later_run_is_named(script: Path) -> None:
 
 
 def test_outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardproof.engines.processes import launch
+    from shardproof.engines.processes import launch, member
 
     monkeypatch.delenv("RANK", raising=False)
+    member.environment.cache_clear()
     with pytest.raises(ValueError) as caught:
         launch.is_rank_zero()
     assert str(caught.value) == (
         "engines.launch: RANK is not set, so this is no torchrun job; start it with "
         "torchrun --nproc-per-node N -m shardproof in place of shardproof"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_file_that_changes_the_environment_changes_no_job(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "total.py"
+    changes = f"import os\nos.environ[{name!r}] = '1'\n"
+    path.write_text(changes + textwrap.dedent(SCHEME).replace("BUG", "y = y + mesh.rank('tp')"))
+    verify = ("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
+    (lead, printed), (follow, _) = two_ranks(tmp_path, *verify, imported=TORCH_AND_JAX)
+    assert (lead, follow) == (1, 1)
+    assert "total    tp=2   torchrun" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_native_code_ends_with_status_0_has_died(tmp_path: Path, rank: int) -> None:
+    """Torchrun takes it for a success, and waits for the others."""
+    path = tmp_path / "total.py"
+    leaves = f"if mesh.rank('tp') == {rank}: __import__('ctypes').CDLL(None)._exit(0)"
+    path.write_text(textwrap.dedent(SCHEME).replace("BUG", leaves))
+    done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--mesh", "tp=2")
+    assert done.returncode == 1
+    assert f"died: rank {rank} ended without a word" in done.stdout + done.stderr
+
+
+CRASHING = """
+    @scheme(reference=whole, mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b tp=I", nograd=("x",))
+    def crashing(mesh, x):
+        if mesh.rank("tp") == 1:
+            __import__("ctypes").string_at(0)
+        return x.sum(-1)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_costs_its_own_verdict_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "total.py"
+    path.write_text(textwrap.dedent(SCHEME + CRASHING).replace("BUG", "y = y + mesh.rank('tp')"))
+    monkeypatch.chdir(tmp_path)
+    files = ("--json", "out.json", "--examples", "2")
+    done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", *files)
+    record = json.loads(Path("out.json").read_text())
+    assert (done.returncode, record["status"]) == (1, 3)
+    assert [report["verdict"] for report in record["reports"]] == ["mismatch"]
+    [sentence] = record["not_judged"].values()
+    assert sentence.startswith("scheme 'crashing': died: rank 1 was killed by SIGSEGV at total.py:")
+    assert "2 schemes, 1 mismatch, 0 not run, 1 not judged." in done.stdout
 
 
 def test_a_wrong_argument_on_rank_zero_ends_the_others(tmp_path: Path) -> None:

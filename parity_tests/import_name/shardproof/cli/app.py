@@ -23,7 +23,7 @@ import typer.core
 
 from shardproof.cli import case, paper, training, verify, watched_script
 from shardproof.cli.help import epilog, versions
-from shardproof.cli.values import unsuitable
+from shardproof.cli.values import size_as_option, unsuitable
 from shardproof.endings.exit_status import EQUAL, INTERRUPTED, USAGE
 from shardproof.engines.collector import collect_rarely
 from shardproof.report.guard import guarded
@@ -66,6 +66,8 @@ class Verb(typer.core.TyperCommand):
             return super().parse_args(ctx, [*with_path])  # which it empties
         except typer.BadParameter as error:
             raise unsuitable(error, VERBS[self.name or ""], with_path) from None
+        except UsageError as error:
+            raise size_as_option(error, VERBS[self.name or ""], with_path) from None
 
 
 VERBS = {

@@ -33,13 +33,14 @@ from shardproof.endings.exit_status import INTERRUPTED
 from shardproof.engines.collector import freeze_heap
 from shardproof.engines.processes import forks
 from shardproof.engines.processes.rank_warnings import not_shown
-from shardproof.engines.supervised import AFRESH, supervised_in_turn
+from shardproof.engines.supervised import AFRESH, OUTDATED, supervised_in_turn
 from shardproof.places import ROOT, SHARDPROOF
 from shardproof.report.guard import guarded
 from shardproof.report.sentence import Sentence
 from shardproof.report.summary import Outcome, VerifyOptions
 
 POLL_S = 0.04  # a save is noticed within it, and taken once the file has not changed for as long
+PATIENCE_S = 10.0  # for which a verdict of a file that has been saved since goes on
 IDLE_POLLS = 25  # until it counts as idle, and between two looks at this project's own files
 # What every verdict needs; further modules of these packages are imported once a verdict has needed them. None starts
 # a thread when it is imported.
@@ -87,10 +88,14 @@ def watch(targets: list[str], options: VerifyOptions) -> int:
             freeze_heap()
             begun_ns = time.time_ns()
             before, verdict = verdict, replace(verdict, status=INTERRUPTED)
-            verdict = _verdict(targets, options, before)
+            is_outdated = partial(_is_outdated, saves, time.monotonic() + PATIENCE_S)
+            verdict = _verdict(targets, options, before, is_outdated)
             seconds = (time.time_ns() - saved_ns) / 1e9
             saves.add(verdict.files, unless_saved_since_ns=begun_ns)
-            if not options.quiet:
+            if verdict.status == OUTDATED:
+                verdict = replace(verdict, status=INTERRUPTED)
+                console.print(f"Ended after {seconds:.0f} s: a file has been saved meanwhile.")
+            elif not options.quiet:
                 console.print(Sentence(_waiting(seconds, targets, verdict)), soft_wrap=True)
             _import(verdict.modules)
             changed = next_saves(saves, own, when_idle=forks.start_ahead_of_forks)
@@ -112,10 +117,17 @@ def _check(targets: list[str], options: VerifyOptions) -> None:
         raise ValueError("--watch needs Linux, where a process that has imported torch can be forked; leave it out")
 
 
-def _verdict(targets: list[str], options: VerifyOptions, before: Verdict) -> Verdict:
+def _is_outdated(saves: Saves, patience_ends: float) -> bool:
+    """Whether a verdict that takes long, as of an endless loop, is of a file that has been saved since."""
+    return time.monotonic() > patience_ends and saves.are_there
+
+
+def _verdict(
+    targets: list[str], options: VerifyOptions, before: Verdict, is_outdated: Callable[[], bool] = lambda: False
+) -> Verdict:
     """Verify in a fork. After an error, as in the syntax of a file, what was known before is still known."""
     with tempfile.TemporaryFile("w+") as told:
-        status = supervised_in_turn(partial(_judge, targets, options, before, told))
+        status = supervised_in_turn(partial(_judge, targets, options, before, told), is_outdated)
         told.seek(0)
         try:
             news = json.loads(told.read())
@@ -160,7 +172,12 @@ def _ignore_interrupts() -> None:
 
 
 def _beside(path: Path) -> list[Path]:
-    return [file for file in path.parent.glob("*.py") if not file.name.startswith("replay_")]
+    return [file for file in path.parent.glob("*.py") if not _is_replay(file)]
+
+
+def _is_replay(file: Path) -> bool:
+    """Whether a verdict may have written it."""
+    return file.name.startswith("replay_")
 
 
 def _waiting(seconds: float, targets: list[str], verdict: Verdict) -> str:
@@ -187,6 +204,11 @@ class Saves:
         """Files that have changed, come or gone since the last call."""
         before, self._seen = self._seen, self._looks() | {file: _look(file) for file in self._seen}
         return [file for file, look in self._seen.items() if look != before.get(file)]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether `changed` would name a file."""
+        return self._looks() | {file: _look(file) for file in self._seen} != self._seen
 
     def _looks(self) -> dict[str, Look]:
         return {file: _look(file) for file in self._find()}
@@ -228,7 +250,7 @@ def _files(paths: Sequence[str], imported: Iterable[str]) -> Iterator[str]:
     yield from imported
     for path in paths:
         if os.path.isdir(path):
-            yield from map(str, discover.python_files(Path(path)))
+            yield from (str(file) for file in discover.python_files(Path(path)) if not _is_replay(file))
         else:
             yield path
 

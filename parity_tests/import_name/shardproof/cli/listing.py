@@ -17,8 +17,9 @@ from shardproof.engines.ledger import Ledger
 from shardproof.replays import constants_of, load_scheme, reruns
 from shardproof.report import picture, summary
 from shardproof.report.declared_pictures import pictured_case
+from shardproof.report.guard import without_hiding
 from shardproof.report.html_page import page
-from shardproof.report.out_path import check_writable, naming, write_text
+from shardproof.report.out_path import check_writable, naming, write_text, write_texts
 from shardproof.report.report import Report
 from shardproof.report.sentence import print_report
 from shardproof.report.summary import Outcome
@@ -80,12 +81,14 @@ def replay_file(
             print(report.ledger_text(), file=text_stream)
         if traceback and report.failure is not None and report.failure.traceback:
             print(report.failure.traceback, file=text_stream)
-    if html:
-        write_text(html, page([replace(outcome.reports[-1], replay=file)]))
-        if html != "-" and not quiet:
-            print(f"page: {html}", file=text_stream)
-    if json:
-        write_text(json, summary.as_json(outcome))
+    texts = {
+        html: lambda: page([replace(outcome.reports[-1], replay=file)]),
+        json: lambda: summary.as_json(outcome),
+    }
+    with without_hiding(outcome.status):
+        write_texts({path: text for path, text in texts.items() if path})
+    if html and html != "-" and not quiet:
+        print(f"page: {html}", file=text_stream)
     return outcome.status
 
 

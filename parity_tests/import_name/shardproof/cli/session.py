@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -46,7 +46,7 @@ from shardproof.judge import bridge
 from shardproof.line_types.opinion import INSTALL, is_installed, with_types
 from shardproof.places import ROOT
 from shardproof.report import summary
-from shardproof.report.guard import sentence_of
+from shardproof.report.guard import sentence_of, without_hiding
 from shardproof.report.html_page import page
 from shardproof.report.out_path import check_folder, check_writable, write_texts
 from shardproof.report.report import Report
@@ -88,7 +88,7 @@ def verify(
     with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
         declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
         try:
-            outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache))
+            outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths))
         except Interrupted as stop:
             if stop.outcome.reports:
                 summary.show(Console(stderr=text_to_stderr), stop.outcome, options)
@@ -96,7 +96,20 @@ def verify(
     outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
     judged(outcome)
     outcome.not_run |= {} if targets else discover.left_out()
-    console = Console(stderr=text_to_stderr)
+    with without_hiding(outcome.status):
+        _publish(outcome, options, paths)
+    if options.engine == "torchrun":
+        from shardproof.engines.processes import launch
+
+        launch.finish(outcome.status)
+    if outcome.is_one_unusable_scheme:
+        raise NotJudged(next(iter(outcome.not_judged.values())), outcome.status)
+    return outcome.status
+
+
+def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
+    """Print the reports and write the files, also those after one that cannot be written. Errors: OSError."""
+    console = Console(stderr="-" in paths.values())
     texts = {
         paths["json"]: partial(summary.as_json, outcome),
         paths["junit"]: partial(summary.as_junit, outcome),
@@ -111,13 +124,6 @@ def verify(
         write_texts({path: text for path, text in texts.items() if path})
     if options.html and options.html != "-" and not options.quiet:
         console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
-    if options.engine == "torchrun":
-        from shardproof.engines.processes import launch
-
-        launch.finish(outcome.status)
-    if outcome.is_one_unusable_scheme:
-        raise NotJudged(next(iter(outcome.not_judged.values())), outcome.status)
-    return outcome.status
 
 
 def _with_path_as_given(report: Report, folder: str) -> Report:
@@ -165,7 +171,8 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
         for number, scheme in enumerate(schemes, start=1):
             bar.update(task, description=scheme.name)
             judged = partial(_one, scheme, options, progress, several=several)
-            with _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar):
+            named = _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
+            with named, _told_if_ended(outcome, schemes[number - 1 :], options):
                 try:
                     outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
                 except KeyboardInterrupt:
@@ -174,6 +181,24 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
     return outcome
+
+
+def _told_if_ended(
+    outcome: Outcome, rest: Sequence[Declared], options: VerifyOptions
+) -> contextlib.AbstractContextManager[None]:
+    """A block that judges the first of these schemes. If torchrun ends the job in it, what is judged is published."""
+    if options.engine != "torchrun":
+        return contextlib.nullcontext()
+    from shardproof.engines.processes import launch
+
+    def tell(sentence: str) -> None:
+        first, *others = rest
+        outcome.reject(first.key, f"scheme '{first.name}': {sentence}", RANK_FAILED)
+        outcome.not_run |= {scheme.key: "the job has ended" for scheme in others}
+        _publish(outcome, options, options.files)
+        sys.stdout.flush()
+
+    return launch.telling(tell)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ INTEGERS = {
     "--mesh": "a whole number of at least 1, such as tp=4",
     "--dim": "a whole number of at least 0, such as s=16",
 }
+SIZED = {"--mesh": "mesh axis", "--dim": "dim"}
 
 
 def sizes(words: Sequence[str] | None, flag: str) -> dict[str, int]:
@@ -90,6 +91,19 @@ def unsuitable(error: typer.BadParameter, verb: Callable[..., Any], words: Seque
     number = "number" if isinstance(lowest, float) else "whole number"
     limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
     return ValueError(f"{names[0]} {given[-1]!r} is not a {number} {limits}")
+
+
+def size_as_option(error: Exception, verb: Callable[..., Any], words: Sequence[str]) -> Exception:
+    """A ValueError for a size that is written as an option, `--tp 4`; the parser's own error for all else."""
+    option = getattr(error, "option_name", "")
+    given = [after for word, after in pairwise(words) if word == option]
+    given += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    flags = [flag for flag in SIZED if flag.removeprefix("--") in get_type_hints(verb)]
+    if not option or not flags or not given or not given[0].isdecimal():
+        return error
+    text = f"{option.lstrip('-')}={given[0]}"
+    remedy = ", or ".join(f"{flag} {text} for a {SIZED[flag]}" for flag in flags)
+    return ValueError(f"{option} {given[0]!r}: there is no option {option}; write {remedy}")
 
 
 def three(text: str) -> list[float]:

@@ -291,16 +291,12 @@ class Program:
                 f"scheme '{self.name}': rank {rank} returned {tuple(part.shape)}, "
                 f"'{arg.spec}'{_sizes(arg, case)} says {want}"
             )
-        if arg.is_integer and part.is_floating_point():
-            raise RankFault(
-                f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; annotate the return "
-                "as Float if it is one"
-            )
-        if not arg.is_integer and not part.is_floating_point():
+        if part.is_complex() or part.is_floating_point() == arg.is_integer:
+            kind = "Float" if arg.is_integer else "Int or Bool"
             remedy = (
                 "return its torch.view_as_real"
                 if part.is_complex()
-                else "annotate the return as Int or Bool of jaxtyping if it is one"
+                else f"annotate the return as {kind} of jaxtyping if it is one"
             )
             raise RankFault(f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; {remedy}")
         return part

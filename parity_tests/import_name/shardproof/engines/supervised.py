@@ -47,6 +47,7 @@ STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end
 ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
 STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
+OUTDATED = 76  # the status of a call that was ended since it is of no more use
 AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
 INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 
@@ -87,19 +88,19 @@ def _has_used_jax() -> bool:
     return "jax" in sys.modules and bool(getattr(bridge, "_backends", True))
 
 
-def supervised_in_turn(call: Callable[[], int | None]) -> int:
+def supervised_in_turn(call: Callable[[], int | None], is_outdated: Callable[[], bool] = lambda: False) -> int:
     """As `supervised`, in a process that stays and calls this many times, such as `verify --watch`.
 
     Each call runs in a process of its own, a fork of this one, which holds what this one has imported and nothing of
     an earlier call. This process must run one thread only, so that JAX may be imported and not used: its first use
-    starts threads, which a fork would not have.
+    starts threads, which a fork would not have. The process of a call is ended once `is_outdated` says so: OUTDATED.
 
     Errors: KeyboardInterrupt if this process was interrupted meanwhile.
     """
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with contextlib.ExitStack() as resources:
         stack, file = (resources.enter_context(tempfile.TemporaryFile(mode)) for mode in ("w+", "w+b"))
-        command = _Command(call, stack, Journal(file))
+        command = _Command(call, stack, Journal(file), is_outdated)
         try:
             status = command.status()
         finally:
@@ -121,15 +122,21 @@ class Death:
     exit_code: int  # minus N for signal N
     key: str | None  # the key of the journal that it had begun
     is_judged: bool  # all verdicts were printed
-    why: str = ""  # "stopped", "silent", "idle" or "asked"
+    why: str = ""  # "stopped", "silent", "idle", "asked" or "outdated"
     seconds: float = 0.0
 
 
 class _Command:
     """One command, and the child that runs it."""
 
-    def __init__(self, call: Callable[[], int | None], stack: IO[str], record: Journal) -> None:
-        self._call, self._stack, self._journal = call, stack, record
+    def __init__(
+        self,
+        call: Callable[[], int | None],
+        stack: IO[str],
+        record: Journal,
+        is_outdated: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._call, self._stack, self._journal, self._is_outdated = call, stack, record, is_outdated
         self._parent = os.getpid()
         self._table, self._words = StatusTable(None, MOST_RANKS), LastWords()
         self.asked: int | None = None  # the signal that asks this command to end
@@ -153,6 +160,8 @@ class _Command:
             if isinstance(ended, int):
                 return ended
             death, key = ended, ended.key
+            if death.why == "outdated":
+                return OUTDATED
             if self.asked is not None or -death.exit_code in ASKS_TO_END:
                 return self._as_asked(self.asked or -death.exit_code, death)
             if death.exit_code == -signal.SIGPIPE and key is None:
@@ -193,6 +202,7 @@ class _Command:
             if why:
                 continue
             why, seconds = watch.step(is_overdue=time.monotonic() > ends_at)
+            why = why or ("outdated" if self._is_outdated() else "")
             if why:
                 was_at = self._at()
                 self._end(child)

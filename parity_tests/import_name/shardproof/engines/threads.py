@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 # Of the thread that starts another: a block around the new thread's work, and a call for an exception that ends it.
-Owner = tuple[Callable[[], AbstractContextManager[Any]], Callable[[Exception], object]]
+Owner = tuple[Callable[[], AbstractContextManager[Any]], Callable[[BaseException], object]]
 
 
 @contextmanager
@@ -39,7 +39,9 @@ def owned(owner_of_caller: Callable[[], Owner | None]) -> Iterator[None]:
         try:
             with around():
                 run(self)
-        except Exception as error:
+        except SystemExit:  # ends a thread as it means to
+            raise
+        except BaseException as error:
             raised(error)
 
     threading.Thread.start, threading.Thread.run = owned_start, owned_run

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
@@ -25,12 +24,11 @@ from shardproof.draw import inputs
 from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.ledger import at_users_line
 from shardproof.engines.program import Program
-from shardproof.judge import bridge
+from shardproof.judge import bridge, kept_traces
 from shardproof.judge.rounding import POOL, evaluator
 from shardproof.judge.step import DIRECTIONS
 from shardproof.judge.storage import storage_of
 
-MAX_PROGRAMS = 250
 POINTS = 4  # random inputs, each with its negative: a piecewise derivative that is 0 at one is rarely 0 at the other
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -63,8 +61,6 @@ class TraceClock:
 
 
 CLOCK = TraceClock()
-_REPEATED: WeakSet[Any] = WeakSet()  # references that gave the same numbers when they were traced again
-_PROGRAMS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,9 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: n
 
 def check_repeats(scheme: Declared, program: Program, case: CaseSpec, reference: Reference) -> None:
     """Trace the reference again, once for each reference. Errors: ReferenceFailure if its numbers are others then."""
-    if scheme.reference in _REPEATED:
+    if scheme.reference in kept_traces.REPEATED:
         return
-    _PROGRAMS.pop(scheme.reference, None)
+    kept_traces.forget(scheme.reference)
     again = evaluate(scheme, program, case)
     for before, after in ((reference.outputs, again.outputs), (reference.gradients, again.gradients)):
         for name, array in before.items():
@@ -124,7 +120,7 @@ def check_repeats(scheme: Declared, program: Program, case: CaseSpec, reference:
                     f"gives other numbers for '{name}' when it is traced again{_declared_at(scheme.reference)}: it "
                     "reads a random generator, a clock or kept state; draw as an input what it needs",
                 )
-    _REPEATED.add(scheme.reference)
+    kept_traces.REPEATED.add(scheme.reference)
 
 
 def undefined_gradients(
@@ -194,18 +190,18 @@ def _call(
     keywords = {**options, "mesh": mesh} if mesh else options
     unused = tuple(case.conditions.get("unused", ()))
     signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items()), unused
-    of_reference = _PROGRAMS.setdefault(scheme.reference, {})  # schemes with the same reference share its traces
+    programs = kept_traces.of_reference(scheme.reference)
     tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
     storage = storage_of(case.dtype) if scheme.sums else None
-    if signature in of_reference:
-        program, structure = of_reference[signature]
+    if signature in programs:
+        program, structure = programs[signature]
         with np.errstate(all="ignore"):
             results = program(*flat, storage=storage)
     else:
         # The first call of a signature traces, which is most of a reference's cost.
         start = time.perf_counter()
-        _make_room()
+        kept_traces.make_room()
         try:
             with np.errstate(all="ignore"):
                 program, structure = _build(scheme, keywords, output_shapes, unused, arrays)
@@ -216,23 +212,10 @@ def _call(
             pass_interrupt(error)
             message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
             raise _failure(scheme, message + _remedy(error, case)) from error
-        _PROGRAMS.setdefault(scheme.reference, {})[signature] = program, structure
+        kept_traces.of_reference(scheme.reference)[signature] = program, structure
         CLOCK.seconds += time.perf_counter() - start
         CLOCK.count += 1
     return tuple(jax.tree.unflatten(structure, leaves) for leaves in results)
-
-
-def _make_room() -> None:
-    """Drop all programs once there are MAX_PROGRAMS, and JAX's caches of their traces.
-
-    A compiled one takes some 80 memory maps and 10 MB. Linux allows a process 65,530 maps; XLA crashes with a
-    segmentation fault if it gets no more.
-    """
-    if sum(map(len, _PROGRAMS.values())) >= MAX_PROGRAMS:
-        import jax
-
-        _PROGRAMS.clear()
-        jax.clear_caches()
 
 
 def _build(

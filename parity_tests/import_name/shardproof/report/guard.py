@@ -52,9 +52,11 @@ def guarded(call: Callable[[], Any]) -> int:
     3 also for a SystemExit that the command line did not raise; 70 for an internal error, after its traceback; 141 if
     the reader of standard output has closed it, as `| head` does, and then nothing is printed.
     """
+    status = EQUAL
     try:
         with delayed_interrupts(), _while_it_is_read():
-            return call() or EQUAL
+            status = call() or EQUAL
+        return status
     except _Unread:
         return UNREAD
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the first into an exit
@@ -64,10 +66,26 @@ def guarded(call: Callable[[], Any]) -> int:
             return _reported(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
-        _complain("interrupted; what was not printed was not judged")
+        complain("interrupted; what was not printed was not judged")
         return INTERRUPTED
     except Exception as error:
-        return _reported(error)
+        reported = _reported(error)
+        return exit_status.worst((status, reported)) or reported
+
+
+@contextmanager
+def without_hiding(status: int) -> Iterator[None]:
+    """A block that writes files: one that cannot be written, as on a full disk, hides no status worse than its own.
+
+    Errors: OSError, where there is no worse status.
+    """
+    try:
+        yield
+    except OSError as error:
+        own, sentence = sentence_of(error)
+        if exit_status.worst((status, own)) == own:
+            raise
+        complain(sentence)
 
 
 def _is_command_lines(left: SystemExit) -> bool:
@@ -81,7 +99,7 @@ def _reported(error: BaseException) -> int:
     status, sentence = sentence_of(error)
     if status == INTERNAL:
         traceback.print_exception(error)
-    _complain(sentence)
+    complain(sentence)
     return status
 
 
@@ -126,7 +144,8 @@ def _known(error: BaseException) -> tuple[int, str] | None:
     return (exit_status.of_error(error), str(error)) if is_sentence else None
 
 
-def _complain(sentence: str) -> None:
+def complain(sentence: str) -> None:
+    """Print a sentence of this command on standard error."""
     from rich.console import Console
 
     from shardproof.report.sentence import Sentence

@@ -190,7 +190,7 @@ class Exchange:
         what = f"rank {rank} calls {op} at {source} on the process group {label} of rank {owner}"
         self.scheduler.fail(self._failure(Shared, f"{what}; {THREADS}", rank, op, source))
 
-    def in_a_thread(self, rank: int, error: Exception) -> None:
+    def in_a_thread(self, rank: int, error: BaseException) -> None:
         """An exception has ended a thread that the rank had started, where a collective raises too: it has no turn."""
         self.raised(rank, error, f"\n{THREAD}" if any(phrase in message_of(error) for phrase in OF_NO_RANK) else "")
 

@@ -178,6 +178,8 @@ class Session:
                 raise failure
         except BaseException:
             self.close()
+            if self._scheduler.failure is None and not self._scheduler.finished[self._scheduler.running]:
+                self._halt()  # after an interrupt, a rank in a loop would go on beside the next run
             raise
         finally:
             self._scheduler.globals.end()
@@ -209,9 +211,13 @@ class Session:
             elif now - since >= quiet_s and self._scheduler.moves == moves:  # it may have left meanwhile
                 stalled = self._exchange.stalled(_users_stack(thread), quiet_s)
                 self._scheduler.failure = self._scheduler.failure or stalled
-                # Takes effect at the thread's next Python instruction; one inside a C call is left behind.
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Halt))
+                self._halt()
                 return
+
+    def _halt(self) -> None:
+        """Interrupt the running rank at its next Python instruction; one inside a C call is left behind."""
+        thread = self._threads[self._scheduler.running].ident or 0
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Halt))
 
     # The methods below run in the ranks' threads.
 

@@ -69,7 +69,7 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
                 f"scheme '{job.name}': isolate names {name!r}, and there is no module {error.name!r}; name one that is "
                 "installed, such as 'megatron.core'"
             ) from None
-    names = {*_imported_by(job.fn.__module__), *(name for name in travel.IMPORTED_WITH_SCHEMES if name in sys.modules)}
+    names = {*imported_by(job.fn.__module__), *(name for name in travel.IMPORTED_WITH_SCHEMES if name in sys.modules)}
     if job.isolate:  # several thousand modules
         names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
     namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
@@ -94,7 +94,7 @@ def import_ahead(job: Any) -> None:
 def imports_of(job: Any) -> list[str]:
     """All names that the job's module and its user modules import anywhere in their source."""
     home = job.fn.__module__ if isinstance(job, Program) else getattr(job, "__module__", "")
-    return [imported for name in _imported_by(home) for imported in _imports(name)]
+    return [imported for name in imported_by(home) for imported in _imports(name)]
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def _imports(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _imported_by(module: str) -> set[str]:
+def imported_by(module: str) -> set[str]:
     """This module and its imports, recursively, without installed libraries."""
     names, modules = set(), [module]
     while modules:

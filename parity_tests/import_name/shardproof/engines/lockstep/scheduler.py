@@ -87,11 +87,13 @@ class Scheduler:
             self._pass(rank)
 
     def let_others_run(self, rank: int) -> None:
-        """Let the next runnable rank go first, if there is one: a polling rank must not starve the others."""
-        self.check()
-        moves = self.moves - 1
-        if not self._pass(rank):
-            self.moves = moves  # polling that no rank can answer is not progress
+        """Let the next runnable rank go first, if there is one: a polling rank must not starve the others.
+
+        Polling is no progress, so that ranks which all poll for what never comes are stalled.
+        """
+        if self.failure is not None:
+            raise Halt
+        self._pass(rank)
 
     def can_others_run(self, rank: int) -> bool:
         """Whether another rank waits only for its turn."""

@@ -19,13 +19,15 @@ store: every rank then exits with a message.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -41,7 +43,7 @@ from shardproof.engines.creation import without_creations
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.ledger import Ledger, RunResult
 from shardproof.engines.processes import orphans
-from shardproof.engines.processes.member import Follower, Leader, Member, place
+from shardproof.engines.processes.member import Follower, Leader, LeaderGone, Member, place
 from shardproof.engines.processes.root_cause import find_root_cause
 
 LOOK_S = 0.5  # between two polls
@@ -76,7 +78,23 @@ def leave(reason: str) -> NoReturn:
     _leave(f"rank {os.environ.get('RANK', '?')}: {reason}")
 
 
+@contextmanager
+def telling(tell: Callable[[str], object]) -> Iterator[None]:
+    """In this block, call `tell` with the sentence if torchrun ends the job: on rank 0, to print what is judged."""
+    global _tell
+    before, _tell = _tell, tell
+    try:
+        yield
+    finally:
+        _tell = before
+
+
 def _leave(sentence: str) -> NoReturn:
+    global _tell
+    tell, _tell = _tell, None
+    if tell is not None:
+        with contextlib.suppress(Exception):  # the end of a process, at any of its lines
+            tell(sentence)
     if sentence:
         sys.stderr.write(f"shardproof: {sentence}\n")
         sys.stderr.flush()
@@ -87,6 +105,7 @@ def _leave(sentence: str) -> NoReturn:
 
 
 T = TypeVar("T")
+_tell: Callable[[str], object] | None = None
 _leader: Leader | None = None
 _sent: set[str] = set()
 _failed: tuple[str, str, RankFailure] | None = None
@@ -97,7 +116,7 @@ def is_rank_zero() -> bool:
 
     Errors: ValueError if this process was not started by torchrun.
     """
-    rank, world = place()
+    rank, world = place()  # before any file of schemes, which may change the environment
     leave_with_agent()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, _terminated)
@@ -174,6 +193,8 @@ def _with_store(call: Callable[[], T]) -> T:
     """Call, and exit if the store is gone: there is no rank left to lead and no message to wait for."""
     try:
         return call()
+    except LeaderGone:
+        _terminated()
     except dist.DistError as error:
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         leave(f"the store of the job at {at} is gone, and with it the host that held it ({str(error).splitlines()[0]})")

@@ -16,8 +16,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,15 +35,22 @@ from shardproof.engines.processes.root_cause import DIED, DONE, RUNNING, Outcome
 from shardproof.engines.processes.status_table import WAITING, StatusTable
 from shardproof.engines.processes.traces import Traces, folder_of_job
 
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")  # environment variables that torch reads
 PIECE = 4 << 20
 ATTEMPT_S = 60.0
 LOOK_S = 1.0  # for one wait for a message, during which signals are not handled
 
 
+@cache
+def environment() -> Mapping[str, str]:
+    """The environment that torchrun has started this process in: a file of schemes may change it later."""
+    return dict(os.environ)
+
+
 def place() -> tuple[int, int]:
     """(rank, world) as torchrun has set them. Errors: ValueError if it has not."""
     try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return int(environment()["RANK"]), int(environment()["WORLD_SIZE"])
     except KeyError as missing:
         raise ValueError(
             f"engines.launch: {missing.args[0]} is not set, so this is no torchrun job; start it with "
@@ -54,6 +62,7 @@ def connect() -> tuple[dist.Store, Channel]:
     """The store for process groups, and a channel on its own connection."""
     from torch.distributed.rendezvous import rendezvous
 
+    os.environ |= {name: value for name, value in environment().items() if name.startswith(OF_TORCHRUN)}
     store, _, _ = next(iter(rendezvous("env://")))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     connection = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ATTEMPT_S))
@@ -63,8 +72,8 @@ def connect() -> tuple[dist.Store, Channel]:
 
 def _folder_of_host(channel: Channel, rank: int) -> Path | None:
     """A folder for the traces of the ranks of one host, made by its first rank; None if none can be made or seen."""
-    name = f"folder/{os.environ.get('GROUP_RANK', '0')}"
-    if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+    name = f"folder/{environment().get('GROUP_RANK', '0')}"
+    if int(environment().get("LOCAL_RANK", rank)) == 0:
         try:
             channel.put(name, folder_of_job(os.getppid()))
         except OSError:
@@ -100,14 +109,14 @@ class Channel:
     def count(self, name: str) -> int:
         return self.add(name, 0)
 
-    def get(self, name: str, *, remove: bool = False) -> Any:
-        """Wait for a message without a limit, and read it."""
+    def get(self, name: str, *, remove: bool = False, check: Callable[[], object] = lambda: None) -> Any:
+        """Wait for a message without a limit, and read it; `check` is called while none comes."""
         while True:
             try:
                 self._store.wait([name], timedelta(seconds=LOOK_S))
                 break
             except dist.DistStoreError:
-                continue
+                check()
         head = self._store.get(name)
         names = [f"{name}/{i}" for i in range(1, int.from_bytes(head[:4], "big"))]
         data = head[4:] + b"".join(self._store.get(piece) for piece in names)
@@ -117,13 +126,19 @@ class Channel:
         return pickle.loads(data)
 
 
+class LeaderGone(Exception):
+    """Rank 0 has ended, and no order will come any more."""
+
+
 TICK_S = 0.01
 SHOW_S = 0.2  # between two signs of progress
 COLLECT_S = 0.5  # for the others, after the first failure
 ENDING_S = LOOK_S + 0.5  # for the others, when torchrun ends the job
+AGENT_S = 2.0  # in which torchrun ends the job of a rank that has died with another status than 0
 ARM_S = 1.0  # between two settings of the alarm
 HELD_S = 12.0  # for which a job may hold the interpreter in native code: longer than a rank may compute
-ANSWER_S = 3.0  # for a rank that was ordered to stop, and for a hanging rank to come free
+ANSWER_S = 3.0  # for a rank to answer an order, and for a hanging rank to come free
+STOP_S = 2.0  # for a rank to say where it is; one whose interpreter is held never does
 
 
 class Member:
@@ -153,8 +168,8 @@ class Member:
     def start(self, generation: int, job: Job) -> None:
         """Run the job in a thread. The first job of a generation creates its groups."""
         number, self.outcome = self.number, None
-        gpus, gpu = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", self.rank))
-        backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= gpus else "gloo"
+        gpus, gpu = torch.cuda.device_count(), int(environment().get("LOCAL_RANK", self.rank))
+        backend = "nccl" if 0 < int(environment().get("LOCAL_WORLD_SIZE", self.world)) <= gpus else "gloo"
 
         def work() -> None:
             if self._runner is None:
@@ -301,7 +316,7 @@ class Leader(Member):
         quiet = self._wait(quiet_s)
         self.disarm()
         self.channel.put(f"over/{self.number}", None)
-        answers = {0: self.seen()} | self._answers(ANSWER_S)
+        answers = {0: self.seen()} | self._answers(STOP_S)
         outcomes = [answers.get(r) or self._silent(r) for r in range(self.world)]
         self._is_broken = any(outcome.kind != DONE for outcome in outcomes)
         if self._is_broken:
@@ -337,15 +352,18 @@ class Leader(Member):
         self.channel.put(f"do/{self.number}", (kind, content))
 
     def _wait(self, quiet_s: float) -> float | None:
-        """Wait until all ranks are done, a failure is COLLECT_S old, or nothing has moved for too long."""
+        """Wait until all ranks are done, a failure or a death is COLLECT_S old, or nothing has moved for too long."""
         n, moves, moved, deadline = self.number, -1, time.monotonic(), None
+        looked, alive = moved, moved
         while self.outcome is None or self.channel.count(f"done/{n}") < self.world - 1:
             self.tick()
             now, before, moves = time.monotonic(), moves, self.channel.count("moves")
             if before != moves or self.channel.count(f"ready/{n}") < self.world:
                 moved = now
             is_failed = self.outcome is not None and self.outcome.kind != DONE
-            if deadline is None and (is_failed or self.channel.count(f"failed/{n}")):
+            if now >= looked + SHOW_S:
+                looked, alive = now, alive if self._died() else now
+            if deadline is None and (is_failed or self.channel.count(f"failed/{n}") or now >= alive + AGENT_S):
                 deadline = now + COLLECT_S
             if deadline is not None and now >= deadline:
                 return None
@@ -373,7 +391,7 @@ class Follower(Member):
         """Execute orders of rank 0 until `finish`; returns the exit status."""
         while True:
             self.number += 1
-            kind, content = self.channel.get(f"do/{self.number}")
+            kind, content = self.channel.get(f"do/{self.number}", check=self._check_leader)
             if kind == "finish":
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self._answer(True)
@@ -395,9 +413,15 @@ class Follower(Member):
         if outcome.kind != DONE:
             self.channel.add(f"failed/{self.number}")
         self._answer(outcome)
-        self.channel.get(over)
+        self.channel.get(over, check=self._check_leader)
         if outcome.kind != DONE:
             self.leave_groups()
+
+    def _check_leader(self) -> None:
+        """LeaderGone if rank 0 has ended without an order. Torchrun takes an end with status 0 for a success."""
+        leader = self._of_host().get(0)
+        if leader is not None and not leader.is_running:
+            raise LeaderGone
 
     def _answer(self, content: Any) -> None:
         # Write the message last: rank 0, which holds the store, may exit once it has the answer to its finish.

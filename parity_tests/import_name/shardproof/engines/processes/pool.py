@@ -28,7 +28,7 @@ from shardproof.declare.travel import dumps
 from shardproof.engines.creation import without_creations
 from shardproof.engines.failure import NotRun
 from shardproof.engines.ledger import Ledger, RunResult
-from shardproof.engines.lockstep.rank_globals import import_ahead, imports_of
+from shardproof.engines.lockstep.rank_globals import import_ahead, imported_by, imports_of
 from shardproof.engines.processes import forks
 from shardproof.engines.processes.forks import ForkServer, shared_packages
 from shardproof.engines.processes.root_cause import find_root_cause
@@ -60,7 +60,9 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     packages = shared_packages(() if file is None else imports_of(fn))
     with _lock:
         try:
-            return _pool(case.world, backend).run(function, case, quiet_s, packages, setup_key_of(fn, case))
+            pool = _pool(case.world, backend)
+            pool.end_if_outdated({} if file is None else _versions(fn))
+            return pool.run(function, case, quiet_s, packages, setup_key_of(fn, case))
         finally:
             _suspend_when_idle()
 
@@ -69,6 +71,14 @@ def setup_key_of(fn: Callable[..., Any], case: CaseSpec) -> object:
     """The key of ranks with a `setup`: they serve one function and one mesh; None for a function without one."""
     setup_key = getattr(fn, "setup_key", None)
     return None if setup_key is None else (setup_key, tuple(case.mesh.items()))
+
+
+def _versions(fn: Any) -> dict[str, tuple[int, int]]:
+    """How the files look now that ranks import for a function: its own, and the user's that it imports."""
+    home = getattr(fn, "fn", fn).__module__
+    files = {getattr(sys.modules[name], "__file__", None) for name in imported_by(home)}
+    stats = {file: Path(file).stat() for file in files if file is not None and Path(file).is_file()}
+    return {file: (stat.st_mtime_ns, stat.st_size) for file, stat in stats.items()}
 
 
 def renew(world: int, backend: str = "gloo") -> None:
@@ -158,6 +168,7 @@ class Pool:
         self._sent_keys: set[str] = set()
         self._setup_key: object = None
         self._packages: frozenset[str] = frozenset()
+        self._versions: dict[str, tuple[int, int]] = {}  # of files that its ranks may have imported
         self._last_run, self._is_suspended = 0.0, False
 
     @property
@@ -198,6 +209,13 @@ class Pool:
         self._last_run = time.monotonic()
         ledger = Ledger(without_creations([row for outcome in outcomes for row in outcome.rows]))
         return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+
+    def end_if_outdated(self, versions: dict[str, tuple[int, int]]) -> None:
+        """End the ranks if they have imported another version of a file: a rank imports each once."""
+        if any(self._versions.get(file, version) != version for file, version in versions.items()):
+            self.kill()
+            self._versions.clear()
+        self._versions |= versions
 
     def _tell_ended(self) -> bool:
         """Whether a rank has ended since the last run; a line on stderr says how, since no verdict will."""

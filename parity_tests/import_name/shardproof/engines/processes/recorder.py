@@ -208,7 +208,7 @@ class Recorder(_BesideCompiler):
         super().__init__()
         self.rows: list[LedgerRow] = []
         self.backend_errors: list[BaseException] = []
-        self.thread_errors: list[Exception] = []  # each ended a thread that the rank had started
+        self.thread_errors: list[BaseException] = []  # each ended a thread that the rank had started
         self._slot = slot or _Nowhere()
         self._axes = axes or {}
         self._counts: Counter = Counter()

@@ -1,0 +1,79 @@
+"""Kinds of failure of a whole command: files that could hide a verdict, each verified in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+BEGUN = "begun"  # a file to which the first file of schemes writes when it is imported
+HEAD = f"""\
+import time
+
+with open({BEGUN!r}, "a") as file:
+    file.write(f"{{time.monotonic()}}\\n")
+
+import ctypes
+import sys
+
+from shardproof import scheme, values
+
+def declare(fn, **how):
+    right = dict(reference=lambda x: 2.0 * x, mesh={{"tp": (2, 4)}}, inputs={{"x": "b/tp"}}, outputs="b/tp",
+                 draw={{"x": values("normal")}}, dtypes=("float32",), dims={{"b": (8,)}})
+    return scheme(**right | how)(fn)
+"""
+WRONG = """
+def wrong(mesh, x):
+    return 3 * x
+
+declare(wrong)
+"""
+LEAVES = """
+def leaves(mesh, x):
+    ctypes.CDLL(None)._exit(0)
+
+declare(leaves)
+"""
+NAN = """
+def without_a_number(mesh, x):
+    return float("nan") * x
+
+declare(without_a_number, reference=lambda x: float("nan") * x)
+"""
+OF_A_HELPER = """
+from helper import FACTOR
+
+def scaled(mesh, x):
+    return FACTOR * x
+
+declare(scaled)
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The files of a command with their texts, and the environment that it is started in."""
+
+    files: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> list[str]:
+        """The files that declare schemes."""
+        return [file for file, text in self.files.items() if "declare(" in text]
+
+
+COMMANDS = {
+    "replaces_sys_exit": Kind({"kind.py": f"{HEAD}\nsys.exit = lambda *status: None\n{WRONG}"}),
+    "closes_standard_output": Kind({"kind.py": f"{HEAD}\nsys.stdout.close()\n{WRONG}"}),
+    "leaves_with_a_rank_in_the_environment": Kind({"kind.py": f"{HEAD}{LEAVES}"}, {"RANK": "0"}),
+    "reference_is_nan_in_every_case": Kind({"kind.py": f"{HEAD}{NAN}"}),
+    "two_helpers_of_one_name": Kind(
+        {
+            "one/kind.py": f"{HEAD}{OF_A_HELPER}",
+            "one/helper.py": "FACTOR = 2\n",
+            "two/kind.py": f"{HEAD}{OF_A_HELPER.replace('scaled', 'rescaled')}",
+            "two/helper.py": "FACTOR = 3\n",
+        }
+    ),
+}
