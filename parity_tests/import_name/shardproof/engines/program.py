@@ -292,11 +292,9 @@ class Program:
                 f"'{arg.spec}'{_sizes(arg, case)} says {want}"
             )
         if part.is_complex() or part.is_floating_point() == arg.is_integer:
-            kind = "Float" if arg.is_integer else "Int or Bool"
+            kind = "Float" if arg.is_integer else "Int or Bool of jaxtyping"
             remedy = (
-                "return its torch.view_as_real"
-                if part.is_complex()
-                else f"annotate the return as {kind} of jaxtyping if it is one"
+                "return its torch.view_as_real" if part.is_complex() else f"annotate the return as {kind} if it is one"
             )
             raise RankFault(f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; {remedy}")
         return part
