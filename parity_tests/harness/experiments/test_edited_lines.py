@@ -268,7 +268,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
     )(a_row_too_many)
     case = declaration.case(tp=2, s=8, d=3)
     line = int(line_of(a_row_too_many, "rows <= 3").rpartition(":")[2])
-    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::8]
+    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::3]
     judged = [JudgedCase.of(declaration, case)]
     found = which_are_right(declaration, edits, judged, 60.0)
     assert found
