@@ -1,6 +1,7 @@
 """Set-up for every test: Hypothesis profiles, a temporary folder, the command line's tests, pytest's header."""
 
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -27,6 +28,7 @@ from shardproof.pytest_plugin import pytest_configure as pytest_configure  # our
 from shardproof.report import tested_versions
 
 collect_rarely()
+gc.disable()  # until all tests are collected: what is imported stays
 make_draws_reproducible()
 profiles.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
@@ -113,6 +115,7 @@ def put_long_files_first(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collected items live to the end, so keep Python's garbage collector from searching them again."""
     freeze_heap()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

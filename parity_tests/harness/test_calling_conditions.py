@@ -258,9 +258,8 @@ def test_each_condition_finds_its_own_mistake(name):
 @pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)
 def test_a_call_with_equal_shapes_finds_state_indexed_by_shape(name):
     report = of_the_same_shapes(name).verify(examples=MANY)
-    assert list(report.case.conditions) == [name] and report.case.conditions[name]["dims"] == report.case.dims, str(
-        report
-    )
+    assert list(report.case.conditions) == [name], str(report)
+    assert report.case.conditions[name]["dims"] == report.case.dims, str(report)
     assert report.smallest and dict(report.case.dims) == {"b": 1, "v": 1}
     when = {"call_before": "was called with other values before", "call_between": "is called again with other values"}
     assert f"\n  only when the function {when[name]}" in str(report)

@@ -81,6 +81,7 @@ def test_a_mesh_that_no_drawn_size_suits_is_reported_as_such():
     assert meshes_left_out(declaration, {"b": 2}, limit=1) == [({"tp": 3}, reason)]
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_mistake_is_reported_with_the_meshes_that_were_left_out():
     def wrong(mesh, x):
         return x * 2
@@ -175,6 +176,7 @@ def test_a_note_on_one_element_comes_from_a_larger_case():
     assert len(report.notes["out"]) == 1
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_a_reference_of_large_numbers_that_cancel_compares_nothing():
     """Its budget would accept three times the value, and zeros."""
 

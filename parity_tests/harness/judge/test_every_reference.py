@@ -40,7 +40,7 @@ def traced(monkeypatch):
     return calls
 
 
-@pytest.mark.fast_values(4)
+@pytest.mark.fast_values(3)
 @pytest.mark.parametrize("scheme", every(STEP, SCHEMES.values()), ids=lambda scheme: scheme.key)
 def test_numpy_and_xla_agree(scheme, traced):
     case = draw_case(scheme, seeded_chooser(0), {}, seed=0, limit=SHAPES)

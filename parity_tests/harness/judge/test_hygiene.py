@@ -258,6 +258,7 @@ def test_a_message_that_leaves_the_mesh():
     assert finding.startswith("a message leaves the mesh: rank 0, send float32[3] peer=3 tag=0 (group world, #0)")
 
 
+@pytest.mark.usefixtures("unexplained")
 def test_global_ranks_inside_a_sub_group():
     """A group rank taken for a global rank as the root: right in one half of the world, rejected in the other."""
 
