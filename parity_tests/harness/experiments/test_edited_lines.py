@@ -209,19 +209,6 @@ def test_no_line_is_named_if_no_small_edit_is_right():
     assert not note.startswith(RIGHT_ONCE)
 
 
-def turned_back(mesh, x):
-    sin = torch.sin(x.detach())
-    return x * 2 + sin + sin * x
-
-
-def test_a_sign_of_a_value_that_is_used_twice():
-    note = first_note(
-        turned_back, lambda x: 2.0 * x - jnp.sin(x) - jnp.sin(x) * x, {"x": "s/tp d"}, "s/tp d",
-        {"tp": 2, "s": 4, "d": 3}, nograd=("x",),
-    )  # fmt: skip
-    assert note.startswith(f"{RIGHT_ONCE}{line_of(turned_back, 'sin = ')} has `sin = -torch.sin(x.detach())`, not ")
-
-
 def keys_that_move_alone(mesh, k, v):
     total = torch.zeros_like(k)
     for _ in range(mesh.size("tp")):

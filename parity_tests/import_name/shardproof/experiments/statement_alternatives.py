@@ -23,8 +23,6 @@ def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]
             if isinstance(target, ast.Name):
                 yield from ((LIKELY, ast.Assign([target], each)) for each in _of_running(target.id, value, names))
                 yield from ((POSSIBLE, each) for each in _of_two(target, value, names))
-                if names.kinds.get(target.id, "").startswith("tensor of floats"):
-                    yield POSSIBLE, ast.Assign([target], ast.UnaryOp(ast.USub(), value))
         case ast.Expr():
             yield LIKELY, ast.Pass()
         case _:
