@@ -206,6 +206,10 @@ REJECTED = [
     ),
     (lambda m: local(m, cut_ids(m), torch.arange(7)), f"{LOCAL}: seq_index is not a permutation of 0..7"),
     (
+        lambda m: of_dtensor(m, cut_ids(m), (Shard(1), Shard(2)), torch.arange(8, device="meta")),
+        f"{GLOBAL}: seq_index is on meta, without values; pass the index of stored positions",
+    ),
+    (
         lambda m: local(m, IDS[:, :4], torch.arange(4)),
         f"{LOCAL}: seq_index is given but target has no mesh dim 'cp'; pass it as a DTensor of such a mesh, "
         "or no seq_index",

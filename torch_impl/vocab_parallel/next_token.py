@@ -341,6 +341,8 @@ def why_not_stored(
         )
     if stored.size != size:
         return f"{ids_name} has {stored.size} positions but {logits_name} covers {size}; a stored order is not padded"
+    if seq_index.is_meta:
+        return "seq_index is on meta, without values; pass the index of stored positions"
     every = torch.arange(size, device=seq_index.device)
     if seq_index.shape != every.shape or not torch.equal(seq_index.sort().values.long(), every):
         return f"seq_index is not a permutation of 0..{size - 1}"

@@ -132,3 +132,18 @@ def test_names_are_attributes():
 def test_frozen():
     with pytest.raises(FrozenInstanceError):
         CaseSpec(**EXAMPLE).seed = 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        ({"dims": 3}, "case: dims is 3; it is a JSON object"),
+        ({"dims": {"b": 1.5}}, "case: dim 'b' has size 1.5; a size is a whole number from 0 on"),
+        ({"dims": {"b": -1}}, "case: dim 'b' has size -1; a size is a whole number from 0 on"),
+        ({"lengths": "x"}, "case: lengths is 'x'; it is a JSON object"),
+        ({"values": {"x": None}}, "case: values of 'x' are None; they are a JSON object"),
+        ({"seed": "now"}, "case: seed is 'now'; it is a whole number from 0 on"),
+    ],
+)
+def test_a_record_with_a_value_of_another_kind_is_rejected(edit, sentence):
+    assert rejected(json.dumps({"scheme": "of_mine", "mesh": {"tp": 2}, **edit})) == sentence

@@ -153,4 +153,21 @@ class CaseSpec:
         unknown = sorted(set(record) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(f"case: unknown keys {', '.join(unknown)}")
+        _check_kinds(record)
         return cls(**record)
+
+
+def _check_kinds(record: dict[str, Any]) -> None:
+    """ValueError unless each table of a record is one, with sizes in `dims` and a table for each layout and value."""
+    for key in ("mesh", "dims", "options", "conditions", "layouts", "lengths", "values"):
+        table = record.get(key, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"case: {key} is {table!r}; it is a JSON object")
+        for name, value in table.items():
+            if key == "dims" and (type(value) is not int or value < 0):
+                raise ValueError(f"case: dim {name!r} has size {value!r}; a size is a whole number from 0 on")
+            if key in ("layouts", "lengths", "values") and not isinstance(value, dict):
+                raise ValueError(f"case: {key} of {name!r} are {value!r}; they are a JSON object")
+    for key in ("seed", "schedule"):
+        if type(record.get(key, 0)) is not int or record.get(key, 0) < 0:
+            raise ValueError(f"case: {key} is {record[key]!r}; it is a whole number from 0 on")

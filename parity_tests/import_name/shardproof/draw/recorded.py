@@ -55,6 +55,9 @@ def _check_value(scheme: Declared, name: str, value: Any) -> None:
     for key, (known, has) in drawn.items():
         if has not in known:
             raise ValueError(f"replay: {key} {has!r} of '{name}' is not one of {', '.join(dict.fromkeys(known))}")
-    for _, place in value.get("picks", []):
+    picks = value.get("picks", [])
+    if not isinstance(picks, list) or not all(isinstance(each, list) and len(each) == 2 for each in picks):
+        raise ValueError(f"replay: picks of '{name}' are {picks!r}; each is a number and a place, as in [[0, 'first']]")
+    for _, place in picks:
         if place not in (*PLACES, "anywhere"):
             raise ValueError(f"replay: place {place!r} of '{name}' is not one of {', '.join((*PLACES, 'anywhere'))}")
