@@ -25,8 +25,10 @@ from torch_impl.parallelizer import (
     get_hf_tp_shard_plan,
     translate_to_torch_parallel_style,
 )
+from torch_impl.parallelizer.dry_run import dry_run
 from torch_impl.parallelizer.expert_layouts import validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes
+from torch_impl.parallelizer.module_names import generic
 
 AXES = "dp_shard=I ep=I tp=I"  # a parameter is whole on each rank, and so is its gradient
 PARAMETERS = {
@@ -114,6 +116,24 @@ def test_sinks_are_sharded_with_their_heads():
 
     assert run(body, CaseSpec("sinks", {"tp": 2}, dtype="float64")).results == (((2,), (8, 12)),) * 2
     assert "model.layers.*.self_attn" in get_hf_tp_shard_plan(model_of(GPT_OSS))
+
+
+def test_the_dry_run_has_the_shards_and_the_exchanges():
+    mesh = {"dp_shard": 2, "ep": 2, "tp": 2}
+
+    def body(view, case):
+        model = parallelized()(model_of(GPT_OSS), view.device_mesh)
+        shapes = {generic(name): tuple(p.to_local().shape) for name, p in model.named_parameters()}
+        model(input_ids=torch.zeros(1, LENGTH, dtype=torch.int64))
+        return shapes
+
+    ranks = run(body, CaseSpec("dry", mesh, dtype="float64"))
+    report = dry_run(model_of(GPT_OSS), mesh, tokens=LENGTH)
+    assert {each.name: each.local_shape for each in report.parameters} == ranks.results[0]
+    assert report.unknown == () and report.unmatched == ()
+    calls = {each.op: each.calls for each in report.collectives if each.phase == "forward" and each.axis == "ep"}
+    layers = GPT_OSS.config.num_hidden_layers
+    assert calls == {"all_to_all": 5 * layers} == {"all_to_all": sum(r.op == "all_to_all" for r in ranks.ledger.of(0))}
 
 
 # ---- Over cp
