@@ -136,10 +136,10 @@ def attention_over_shared_prefixes(mesh, q, k, v, tree, causal, window, exchange
 @scheme(
     contract=context_parallel_attention,
     **specs("s/cp"),
-    mesh={"cp": (1, 2, 4)},
+    mesh={"cp": (1, 2, 4, 8)},
     rank_options=EXCHANGES,
     cost=cost_of(contiguous),
-    **DECLARED,
+    **DECLARED | {"dims": {**DECLARED["dims"], "h": (8,)}},
 )
 def attention_over_shared_prefixes_in_order(mesh, q, k, v, tree, causal, window, exchange):
     layout = layout_of(tree, "contiguous", mesh.size("cp"), mesh.rank("cp"))

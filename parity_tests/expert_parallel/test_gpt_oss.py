@@ -68,7 +68,30 @@ def gathered_gpt_oss_experts(
     return biased(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, **options)
 
 
-SCHEMES = (gpt_oss_experts, gathered_gpt_oss_experts)
+RAGGED = {name: spec.replace("/ep/tp", "/ep:ragged").replace("/tp", "") for name, spec in TENSORS.items()}
+
+
+@scheme(
+    reference=pairs_by_all_to_all,
+    cost=lambda c: cost_by_all_to_all(ragged_gpt_oss_experts, c),
+    **DECLARED
+    | {
+        "mesh": {"ep": (1, 2, 3, 5, 8)},
+        "inputs": {**RAGGED, "down_bias": "e/ep d"},
+        "outputs": "t/ep:ragged d",
+        "dims": {**DECLARED["dims"], "e": "h*ep", "h": (4, 1, 2)},
+        "assume": lambda c: c.k <= c.e,
+    },
+)
+def ragged_gpt_oss_experts(
+    mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, gate_up_bias, down_bias, limit, backend
+):
+    """Ranks have unequally many tokens, or none."""
+    options = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": ClampedSwiGLU(limit=limit)}
+    return routed_experts(x, gates, experts, gate_up, down, mesh["ep"], backend=backend, **options)
+
+
+SCHEMES = (gpt_oss_experts, gathered_gpt_oss_experts, ragged_gpt_oss_experts)
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)

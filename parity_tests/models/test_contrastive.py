@@ -49,7 +49,7 @@ def loss_of_equal_ranks(mesh, queries, keys, log_scale):
     outputs="dp=P",
     dims={"b": (1, 3, 7), "d": (2, 5)},
     draw=DRAW,
-    dtypes=("float64", "float32"),
+    dtypes=("float64", "float32", "bfloat16"),
     reduction=("b", "d"),
     roundings=4,
 )

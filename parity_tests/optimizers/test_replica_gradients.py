@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from parity_tests.rejections import rejected
+from parity_tests.slow import slow_but
 from shardproof import CaseSpec, Cost, check_cases, mask, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import ReplicaGradients, clip_grad_norm_
@@ -44,7 +45,7 @@ def cost(c):
 
 @scheme(
     reference=lambda router, shared, norm: (router, shared, norm),
-    mesh={"tp": (1, 2, 3), "cp": (1, 2)},
+    mesh={"tp": (1, 2, 3, 4), "cp": (1, 2)},
     inputs={"router": "a tp=P cp=P", "shared": "b a tp=P cp=P", "norm": "b tp=I cp=I"},
     outputs=("a tp=I cp=I", "b a tp=I cp=I", "b tp=I cp=I"),
     draw=dict.fromkeys(("router", "shared", "norm"), values("normal", "zeros", "large")),
@@ -74,7 +75,7 @@ def sum_of_present(router, shared, has_router, has_shared):
 
 @scheme(
     reference=sum_of_present,
-    mesh={"tp": (1, 2, 3), "cp": (1, 2)},
+    mesh={"tp": (1, 2, 3, 4), "cp": (1, 2)},
     inputs={
         "router": "r/tp w/cp a",
         "shared": "r/tp w/cp b a",
@@ -152,7 +153,7 @@ def replica_gradients_of_micro_batches(mesh, x, z, parameters):
 SCHEMES = (replica_gradients, replica_gradients_of_some_ranks, replica_gradients_of_micro_batches)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("engine", slow_but(["lockstep"], ["lockstep", "gloo"]))
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
     check_cases(declared, 20 if engine == "lockstep" else 3, engine=engine)

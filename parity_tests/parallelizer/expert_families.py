@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -37,6 +38,7 @@ K = 2
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 10, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "intermediate_size": 10},
+    "gpt_oss": {},
     "deepseek_v3": {
         "n_routed_experts": 8,
         "n_group": 2,
@@ -52,9 +54,12 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
     },
 }
-BALANCE_LOSSES = {  # transformers' own; DeepSeek-V3 balances by a bias and has none
+# Muon takes gate and up as two matrices, one above the other; those of gpt-oss alternate.
+OF_MUON = [family for family in OF_FAMILY if family != "gpt_oss"]
+BALANCE_LOSSES: dict[str, Callable[..., Any]] = {  # transformers' own; DeepSeek-V3 balances by a bias and has none
     "qwen3_moe": modeling_qwen3_moe.load_balancing_loss_func,
     "mixtral": modeling_mixtral.load_balancing_loss_func,
+    "gpt_oss": modeling_gpt_oss.load_balancing_loss_func,
 }
 ROWS, LENGTH, MICROBATCHES = 12, 5, 3
 BALANCE, Z = 0.5, 0.25  # large, so that a wrong gradient of either shows

@@ -103,6 +103,9 @@ MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 10,
     "shared_expert_intermediate_size": 14,
 }
+SPARSE: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 10, "sliding_window": 3},
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, **MIXTURE, "head_dim": 8},
     "qwen3_5_text": {**DELTA, "head_dim": 8},
@@ -136,7 +139,8 @@ class Chosen:
 
     @property
     def config(self) -> Any:
-        of_family = dict.fromkeys(WITHOUT_DROPOUT.get(self.family, ()), 0.0) | (OWN | HYBRIDS).get(self.family, {})
+        own = (OWN | SPARSE | HYBRIDS).get(self.family, {})
+        of_family = dict.fromkeys(WITHOUT_DROPOUT.get(self.family, ()), 0.0) | own
         passed = {**SIZES, **of_family, **dict(self.changes), "tie_word_embeddings": self.tied}
         return AutoConfig.for_model(self.family, **passed)
 
@@ -172,7 +176,7 @@ def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
 def model_of(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:
     """The model with the values of `arrays`, `exact`."""
     model = exact(chosen, dtype)
-    if chosen.family in HYBRIDS:
+    if chosen.family in HYBRIDS | SPARSE:
         model.set_experts_implementation("eager")  # the others have no float64
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -80,7 +80,7 @@ def mlp(x, up, down):
     outputs="b s/tp:ragged d",
     dims={"s": (1, 5, 12), "f": (24,), "d": (4, 6)},
     draw=dict.fromkeys(("x", "up", "down"), values("normal")),
-    dtypes=("float64", "float32"),
+    dtypes=("float64", "float32", "bfloat16"),
     reduction=("d", "f", "s"),
     roundings=6,
 )

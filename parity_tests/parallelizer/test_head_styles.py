@@ -114,10 +114,14 @@ def conv1d_mlp(mesh, x, weight, bias, out, out_bias, cotangent, weights, is_froz
 
 
 class Grouped(nn.Module):
-    """Attention whose heads of keys and values are shared by groups of queries, as transformers writes it."""
+    """Attention whose heads of keys and values are shared by groups of queries, as transformers writes it.
 
-    def __init__(self, heads, width, projections):
+    With `sinks` each head's softmax has one more logit, as in gpt-oss.
+    """
+
+    def __init__(self, heads, width, projections, sinks=None):
         super().__init__()
+        self.sinks = None if sinks is None else nn.Parameter(sinks.clone())
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = map(linear_layer, projections)
         self.head_dim = width
         self.num_key_value_groups = heads // (len(projections[1]) // width)
@@ -126,22 +130,28 @@ class Grouped(nn.Module):
     def forward(self, x):
         q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)) for each in (self.q_proj, self.k_proj, self.v_proj))
         k, v = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (k, v))
-        scores = torch.einsum("shp,Shp->hsS", q, k).softmax(-1)
+        logits = torch.einsum("shp,Shp->hsS", q, k)
+        if self.sinks is not None:
+            logits = torch.cat([logits, self.sinks[:, None, None].expand(-1, len(x), 1)], -1)
+        scores = logits.softmax(-1)[..., : len(x)]
         return self.o_proj(torch.einsum("hsS,Shp->shp", scores, v).flatten(1))
 
 
-def grouped_reference(x, query, key, value, out, cotangent, weights, is_frozen):
-    def forward(x, query, key, value, out):
+def grouped_reference(x, query, key, value, out, sinks, cotangent, weights, is_frozen):
+    def forward(x, query, key, value, out, sinks):
         q = jnp.einsum("sd,hpd->shp", x, query)
         k, v = (jnp.einsum("sd,gpd->sgp", x, each) for each in (key, value))
         q = q.reshape(len(x), key.shape[0], -1, q.shape[-1])
-        scores = jax.nn.softmax(jnp.einsum("sgrp,Sgp->grsS", q, k), -1)
+        of_sinks = jnp.broadcast_to(sinks.reshape(*q.shape[1:3], 1, 1), (*q.shape[1:3], len(x), 1))
+        logits = jnp.concatenate([jnp.einsum("sgrp,Sgp->grsS", q, k), of_sinks], -1)
+        scores = jax.nn.softmax(logits, -1)[..., :-1]
         return jnp.einsum("grsS,Sgp->sgrp", scores, v).reshape(len(x), -1) @ out.T
 
-    return differentiated(forward, (x, query, key, value, out), cotangent, weights, 2 if is_frozen else None)
+    return differentiated(forward, (x, query, key, value, out, sinks), cotangent, weights, 2 if is_frozen else None)
 
 
 HEADS = {"x": "s d tp=I", "query": "h p d tp=I", "key": "g p d tp=I", "value": "g p d tp=I", "out": "d c tp=I"}
+HEADS["sinks"] = "h tp=I"
 
 
 @scheme(
@@ -156,15 +166,14 @@ HEADS = {"x": "s d tp=I", "query": "h p d tp=I", "key": "g p d tp=I", "value": "
     draw=dict.fromkeys((*HEADS, "cotangent", "weights"), ORDINARY),
     dtypes=("float64",),
 )
-def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, cotangent, weights, is_frozen, times):
+def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, sinks, cotangent, weights, is_frozen, times):
     projections = [*(each.flatten(0, 1) for each in (query, key, value)), out]
-    plan = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "o_proj": "rowwise"}
-    module = styled(
-        mesh, Grouped(len(query), query.shape[1], projections), plan, "k_proj.weight" if is_frozen else None
-    )
+    plan = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "o_proj": "rowwise", "": "per_head"}
+    attention = Grouped(len(query), query.shape[1], projections, sinks)
+    module = styled(mesh, attention, plan, "k_proj.weight" if is_frozen else None)
     y, moved, of = accumulated(module, (x,), cotangent, weights, times)
     named = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": out}
-    return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items())
+    return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items()), of["sinks"]
 
 
 @pytest.mark.parametrize("scheme", [packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks], ids=lambda s: s.name)

@@ -58,8 +58,8 @@ def shape(*names):
 
 ADAPTER = shape(("weight", "o i"), ("bias", "o"), ("a", "r i"), ("b", "o r"))
 DECLARED = dict(
-    mesh={"tp": (1, 2, 4)},
-    dtypes=("float64", "float32"),
+    mesh={"tp": (1, 2, 4, 8)},  # on 8 ranks some have no rows or columns
+    dtypes=("float64", "float32", "bfloat16"),
     roundings=8,  # the products with W, A and B, their sums and the norms are stored in the tested dtype on their way
 )
 
@@ -169,6 +169,12 @@ SCHEMES = (lora_layer, dora_layer, lora_pair)
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared):
     check_cases(declared, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity_on_processes(declared):
+    check_cases(declared, 3, engine="gloo")
 
 
 # ---- Models of transformers
@@ -351,6 +357,18 @@ def test_merged_weights_are_those_of_one_device_and_unmerged_to_the_bit(mesh, do
         assert broken({name: x.numpy() for name, x in merged.items()}, want) == []
         assert all(again[name].equal(base[name]) for name in base)
         assert broken({"y": after.numpy()}, {"y": before.numpy()}) == []
+
+
+def test_a_weight_below_the_last_digit_of_its_adapter_comes_back_to_the_bit():
+    model = with_values(small())
+    base = {name: model[name].weight.detach().clone() for name in ("up", "down")}
+    with torch.no_grad():
+        for name in base:
+            model[name].lora_B.weight.mul_(1e20)
+    merge_lora(model)
+    assert not any(model[name].weight.equal(base[name]) for name in base)
+    unmerge_lora(model)
+    assert all(model[name].weight.equal(base[name]) for name in base)
 
 
 # ---- Arguments

@@ -301,6 +301,25 @@ def test_a_length_that_tp_does_not_divide():
     run(body, CaseSpec("odd", {"dp_shard": 1, "tp": 2}, dtype="float64"))
 
 
+@pytest.mark.parametrize("switches", [{}, {"enable_async_tensor_parallel": True}], ids=str)
+def test_a_length_that_tp_does_not_divide_is_rejected_before_anything_is_sent(switches):
+    """By the model itself, on every rank, of ids by name or by position, and of embeddings."""
+
+    def body(view, case):
+        model = parallelized(sequence_parallel=True, **switches)(model_of(QWEN3), view.device_mesh)
+        ids = torch.zeros(1, 5, dtype=torch.int64)
+        for call in (
+            lambda: model(input_ids=ids),
+            lambda: model(ids),
+            lambda: model(inputs_embeds=torch.zeros(1, 5, 12, dtype=torch.float64)),
+        ):
+            with pytest.raises(ValueError, match="a sequence of 5 positions does not divide by tp=2; pad to 6"):
+                call()
+
+    ranks = run(body, CaseSpec("odd", {"dp_shard": 2, "tp": 2}, dtype="float64"))
+    assert {row.op for row in ranks.ledger.rows} <= {"broadcast", "scatter"}  # of the construction alone
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()

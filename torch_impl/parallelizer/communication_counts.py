@@ -16,7 +16,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from torch_impl.expert_parallel.exchange_cost import mean_rows
 from torch_impl.parallelizer.blocks import units
-from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise, ReplicatedHeads
+from torch_impl.parallelizer.expert_layouts import layout_of
+from torch_impl.parallelizer.head_styles import (
+    Conv1DColwise,
+    Conv1DPackedColwise,
+    Conv1DRowwise,
+    PerHead,
+    ReplicatedHeads,
+)
 from torch_impl.parallelizer.lora import LoRALinear
 from torch_impl.parallelizer.mixed_dtypes import units_of_rarer_dtypes
 from torch_impl.parallelizer.tp_styles import (
@@ -138,7 +145,8 @@ def expert_counts(
     arrive.
     """
     down = module.get_parameter("down_proj")
-    (e, width, _), (ep, tp), (ep_axis, tp_axis) = down.shape, ranks, axes
+    (e, *_), (ep, tp), (ep_axis, tp_axis) = down.shape, ranks, axes
+    width = down.shape[layout_of(module).widths["down_proj"]]
     itemsize = _itemsizes(down.dtype, keeps_dtype)[0]
     own, wide, counted = -(-tokens // tp), max(itemsize, SUMMED), 2 * ep * INT64
     sent = mean_rows(own * ep, k, e, ep)
@@ -164,7 +172,7 @@ def style_counts(
 
     `keeps_dtype` is True if the policy keeps every dtype: see `keeps_dtypes`.
     """
-    if tp == 1 or isinstance(style, DividedInput) or type(style) is Replicated:
+    if tp == 1 or isinstance(style, DividedInput | PerHead) or type(style) is Replicated:
         return []
     if isinstance(style, ReplicatedOnShards):
         sizes = [p.numel() * _itemsizes(p.dtype, keeps_dtype)[0] for p in module.parameters() if p.requires_grad]

@@ -20,7 +20,8 @@ from torch_impl.parallelizer.communication_counts import (
     style_counts,
     total,
 )
-from torch_impl.parallelizer.expert_sharding import STACKS, fsdp_dims, validate_experts
+from torch_impl.parallelizer.expert_layouts import layout_of, validate_experts
+from torch_impl.parallelizer.expert_sharding import fsdp_dims
 from torch_impl.parallelizer.fsdp2 import check_dims
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, style_names
 from torch_impl.parallelizer.lora_styles import module_placements
@@ -116,7 +117,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     # 2. Find the style and the placements of each module that the plan names or ep shards.
     plan = tp_shard_plan if tp_shard_plan is not None else get_hf_tp_shard_plan(model) if tp > 1 else {}
     styles = validate_styles(model, plan, tp, dense.shards)
-    experts = validate_experts(model, None if roles["ep"] is None else ep)
+    experts = validate_experts(model, None if roles["ep"] is None else ep, tp)
     styles = {name: entry for name, entry in styles.items() if name not in experts}
     placements = {
         f"{name}.{leaf}": placement
@@ -127,7 +128,11 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
         f"{name}.{leaf}": dim for name, module in experts.items() for leaf, dim in fsdp_dims(module, edp.shards).items()
     }
     if roles["tp"] is not None:
-        placements |= {f"{name}.{leaf}": placement() for name in experts for leaf, placement in STACKS.items()}
+        placements |= {
+            f"{name}.{leaf}": placement()
+            for name, module in experts.items()
+            for leaf, placement in layout_of(module).placements.items()
+        }
     shapes = {
         id(p): _local_shape(_local_shape(p.shape, Shard(0), ep if name in stacks else 1), placements.get(name), tp)
         for name, p in model.named_parameters()

@@ -23,12 +23,13 @@ from torch_impl.contract import Mesh, Module, NonNegativeInt, Number, Rejected, 
 from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, prefetch_blocks, save_products, units
-from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts, validate_experts
+from torch_impl.parallelizer.expert_layouts import validate_experts
+from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts
 from torch_impl.parallelizer.memory_budget import budget_in_force
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 from torch_impl.parallelizer.mixed_dtypes import units_of_rarer_dtypes
 from torch_impl.parallelizer.registry import imported_plan, registered_strategy
-from torch_impl.parallelizer.sequence_parallel import sequence_styles, shard_sequences
+from torch_impl.parallelizer.sequence_parallel import check_lengths, sequence_styles, shard_sequences
 from torch_impl.parallelizer.tp_plan import PlanEntry, PlanKind, shard_modules, validate_styles, warn_of_norms
 
 DEFAULT_BACKEND = "inductor"
@@ -209,7 +210,8 @@ def fsdp2_strategy_parallelize(
     # 1. Validate everything, before anything is changed or sent.
     names = {"replicate": dp_replicate_mesh_name, "shard": dp_shard_cp_mesh_name, "tp": tp_mesh_name}
     axes, styles = validate_target(model, device_mesh, _plan_of(model, tp_shard_plan), own_names=names)
-    experts = validate_experts(model, None if axes.ep is None else axes.size(axes.ep), is_stage=axes.has_stages)
+    ep, tp = None if axes.ep is None else axes.size(axes.ep), axes.size(axes.tp)
+    experts = validate_experts(model, ep, tp, is_stage=axes.has_stages)
     styles = {name: entry for name, entry in styles.items() if name not in experts}
     rarer = units_of_rarer_dtypes(model, experts.values())
     budget = budget_in_force(memory_budget, activation_checkpointing == BUDGET, enable_compile, compile_backend)
@@ -239,6 +241,8 @@ def fsdp2_strategy_parallelize(
     if experts:
         _fully_shard_experts(model, list(experts.values()), axes.edp_mesh, policy, offload, reshard_after_forward)
     _fully_shard(model, rarer, mesh, policy, offload, reshard_after_forward)
+    if has_sequences and (tp_mesh := axes.tp_mesh) is not None:
+        check_lengths(model, tp_mesh)
     prefetch_blocks(model, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
     return model
 

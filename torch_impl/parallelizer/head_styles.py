@@ -103,6 +103,20 @@ class Conv1DRowwise(LocalForward):
         return sum_over_ranks(output, mesh) + _to_local(module._parameters["bias"])
 
 
+class PerHead(LocalForward):
+    """`per_head`: parameters of attention itself with one row for each head, such as gpt-oss's sinks.
+
+        input, output   as the module has them   parameters  "h/tp ..."
+
+    A rank has the rows of its heads, and computes their gradients from these heads alone.
+
+    Cost: none.
+    """
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+
+
 class ReplicatedHeads(ReplicatedOnShards):
     """`colwise` for keys or values with fewer heads than ranks: a rank computes the head that its queries attend to.
 

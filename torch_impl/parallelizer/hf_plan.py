@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from torch_impl.contract import Module, Rejected, contract, type_name
-from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise
+from torch_impl.parallelizer.head_styles import Conv1DColwise, Conv1DPackedColwise, Conv1DRowwise, PerHead
 from torch_impl.parallelizer.module_names import generic, names_of
 from torch_impl.parallelizer.registry import ModelClass, class_name_of
 from torch_impl.parallelizer.tp_styles import (
@@ -60,6 +60,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "moe_tp_experts": Experts,
     "moe_identity_expert": DividedInput,
     # Our own names, for families without a plan in transformers.
+    "per_head": PerHead,
     "conv1d_colwise": Conv1DColwise,
     "conv1d_packed_colwise": Conv1DPackedColwise,
     "conv1d_rowwise": Conv1DRowwise,
@@ -106,6 +107,12 @@ TP_PLANS: dict[str, PlanEntries] = {
     # The activation between sharded layers has parameters, so its gradient needs a sum over ranks; transformers 5.23
     # leaves it out.
     "ApertusModel": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    # transformers' plan has the head alone. Experts are computed in full by every rank, or sharded over ep.
+    "GptOssModel": {
+        **{f"layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn": "per_head",
+    },
     # transformers' plan has the experts alone. A Mamba layer is computed in full by every rank.
     "NemotronHModel": {
         **{f"layers.*.mixer.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "up_proj")},

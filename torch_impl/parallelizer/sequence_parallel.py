@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch_impl.parallelizer._torch_compat import register_first
 from torch_impl.parallelizer.async_styles import SEQUENCE, AsyncColwise, LayerInput, async_entries
 from torch_impl.parallelizer.blocks import blocks
-from torch_impl.parallelizer.head_styles import ReplicatedHeads
+from torch_impl.parallelizer.head_styles import PerHead, ReplicatedHeads
 from torch_impl.parallelizer.tp_plan import PlanEntry
 from torch_impl.parallelizer.tp_styles import Experts, Replicated, ReplicatedOnShards, Rowwise
 
@@ -64,7 +64,7 @@ def sequence_styles(
                     f"sequence_parallel=True: {path!r} of a block has experts; their choices and gates would cover "
                     "only this rank's positions; pass False, or put router and experts into one layer"
                 )
-            if path in styles:
+            if path in styles and not isinstance(styles[path].style, PerHead):
                 changed[path] = _direct_layer_entry(path, styles[path])
             elif _is_norm(layer):
                 changed[path] = PlanEntry(KEY, ReplicatedOnShards())
@@ -119,6 +119,14 @@ def shard_sequences(
         first.register_forward_pre_hook(partial(_shard_before, mesh), with_kwargs=True)
         [first, *rest][-1].register_forward_hook(partial(_gather_after, mesh))
     return [each[-1] for each in lists.values()]
+
+
+def check_lengths(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Reject ids or embeddings whose length tp does not divide when the model is called. Call it after FSDP.
+
+    The first block rejects them too, but then each rank has looked up its ids and gathered the model's own parameters.
+    """
+    register_first(model, partial(_check_length, mesh), with_kwargs=True)
 
 
 def shard_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -182,6 +190,8 @@ def _last_rowwise(path: str, layer: nn.Module, styles: Mapping[str, PlanEntry]) 
     styled = {
         f"{name}.{leaf}" for name in inside for leaf, _ in layer.get_submodule(name[len(path) + 1 :]).named_parameters()
     }
+    if path in styles:  # `per_head`, the only style of a layer itself
+        styled |= {f"{path}.{leaf}" for leaf, _ in layer.named_parameters(recurse=False)}
     is_covered = all(f"{path}.{leaf}" in styled for leaf, _ in layer.named_parameters())
     return rowwise[0] if is_summed and is_covered and len(rowwise) == 1 else None
 
@@ -213,15 +223,28 @@ def _multiply_before(mesh: DeviceMesh, layer_input: LayerInput, module: nn.Modul
 
 def _shard_before(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def shard(x: Tensor) -> Tensor:
-        if x.shape[SEQUENCE] % mesh.size():
-            above = -(-x.shape[SEQUENCE] // mesh.size()) * mesh.size()
-            raise ValueError(
-                f"sequence_parallel=True: a sequence of {x.shape[SEQUENCE]} positions does not divide by "
-                f"tp={mesh.size()}; pad to {above}"
-            )
+        _check_divides(x.shape[SEQUENCE], mesh)
         return shard_sequence(x, mesh)
 
     return _with_first(args, kwargs, shard)
+
+
+def _check_length(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> None:
+    ids, embeds = args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+        _check_divides(ids.shape[SEQUENCE], mesh)
+    if isinstance(embeds, Tensor):
+        _check_divides(embeds.shape[SEQUENCE], mesh)
+
+
+def _check_divides(length: int, mesh: DeviceMesh) -> None:
+    """Errors: ValueError for a length that tp does not divide."""
+    if length % mesh.size():
+        above = -(-length // mesh.size()) * mesh.size()
+        raise ValueError(
+            f"sequence_parallel=True: a sequence of {length} positions does not divide by tp={mesh.size()}; "
+            f"pad to {above}"
+        )
 
 
 def _shard_after(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
