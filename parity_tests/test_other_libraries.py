@@ -1,6 +1,7 @@
 """The page on other libraries: its tables are as printed, what they name exists, and a changed argument would show."""
 
 import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -49,9 +50,10 @@ def test_code_in_the_instructions_exists(other_libraries):
         first, _, attribute = code.partition(".")
         return first in theirs or (first in ours and (not attribute or hasattr(ours[first], attribute)))
 
+    arguments = {x for of in ours.values() if inspect.isroutine(of) for x in inspect.signature(of).parameters}
     codes = {code for row in rows for code in re.findall(r"`([\w.]+)", row.instead + row.note)}
     assert len(codes) > 20
-    assert [code for code in codes if not exists(code)] == []
+    assert sorted(code for code in codes - arguments if not exists(code)) == []
 
 
 def test_a_changed_argument_would_show(other_libraries):
@@ -73,7 +75,7 @@ def test_a_changed_argument_would_show(other_libraries):
 
 
 def test_data_that_their_source_lacks_is_listed(other_libraries, tmp_path):
-    module = other_libraries.modules()[-1]
+    *_, module = (module for module in other_libraries.modules() if not module.get("part"))
     path = tmp_path / (module["name"].replace(".", "/") + ".py")
     path.parent.mkdir(parents=True)
     gone, *kept = [row.there for row in module["rows"] if "." not in row.name and "(" in row.there]

@@ -124,15 +124,11 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
         for name, (_, style) in styles.items()
         for leaf, placement in module_placements(style, model.get_submodule(name)).items()
     }
-    stacks = {
-        f"{name}.{leaf}": dim for name, module in experts.items() for leaf, dim in fsdp_dims(module, edp.shards).items()
-    }
-    if roles["tp"] is not None:
-        placements |= {
-            f"{name}.{leaf}": placement()
-            for name, module in experts.items()
-            for leaf, placement in layout_of(module).placements.items()
-        }
+    stacks = {}
+    for name, module in experts.items():
+        stacks |= {f"{name}.{leaf}": dim for leaf, dim in fsdp_dims(module, edp.shards).items()}
+        if roles["tp"] is not None:
+            placements |= {f"{name}.{leaf}": shard() for leaf, shard in layout_of(module).placements.items()}
     shapes = {
         id(p): _local_shape(_local_shape(p.shape, Shard(0), ep if name in stacks else 1), placements.get(name), tp)
         for name, p in model.named_parameters()
