@@ -166,7 +166,8 @@ def test_a_hundred_saves_get_a_hundred_right_verdicts_and_leave_nothing(tmp_path
             held.append(watch.held())
         descriptors, memory = zip(*held[WARM:], strict=True)
         assert max(descriptors) == min(descriptors)
-        assert max(memory) - memory[0] < MODULES
+        half = len(memory) // 2  # its heap may take a further piece once; kept versions would take some in each half
+        assert min(max(part) - part[0] for part in (memory[:half], memory[half:])) < MODULES
         assert len(list(tmp_path.glob("replay_*"))) == 1
         assert watch.interrupt() == (0, "")
 
