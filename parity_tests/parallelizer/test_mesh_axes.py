@@ -140,7 +140,7 @@ def test_a_flattened_name_of_other_axes():
     [
         (("dp_shard", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['dp_shard']"),
         (("tp", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['tp']"),
-        (("dp", "tp"), "axis 'dp' of ('dp', 'tp') is not known; the names are data_parallel, "),
+        (("dp", "tp"), "axis 'dp' of ('dp', 'tp') is not known; use one of data_parallel, "),
         (("dp_shard_cp", "cp"), "axis 'dp_shard_cp' of ('dp_shard_cp', 'cp') is next to 'cp', which it contains"),
         (("data_parallel", "dp_cp"), "axis 'dp_cp' of ('data_parallel', 'dp_cp') is next to 'data_parallel'"),
         (("dp_shard_cp", "dp_cp"), "axis 'dp_cp' of ('dp_shard_cp', 'dp_cp') is next to 'dp_shard_cp', which it"),

@@ -182,7 +182,7 @@ def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
     unknown = [name for name in axes if name not in AXIS_NAMES]
     if unknown:
         names = ", ".join(AXIS_NAMES)
-        raise ValueError(f"device_mesh: axis {unknown[0]!r} of {axes} is not known; the names are {names}")
+        raise ValueError(f"device_mesh: axis {unknown[0]!r} of {axes} is not known; use one of {names}")
     older, newer = _only_in(OLDER, NEWER, axes), _only_in(NEWER, OLDER, axes)
     if older and newer:
         raise ValueError(
