@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ IDLE_S = 4 * IDLE_POLLS * POLL_S
 SAVES = 100
 WARM = 10  # saves, after which it has imported all that a verdict needs
 PAGE = os.sysconf("SC_PAGE_SIZE")
-MODULES = 1 << 20  # bytes; a process that kept a version would keep its modules and JAX's programs, which are more
 # A shell ignores Ctrl-C in the commands that it starts in the background, pytest for one.
 HEARS_CTRL_C = """import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -166,8 +166,8 @@ def test_a_hundred_saves_get_a_hundred_right_verdicts_and_leave_nothing(tmp_path
             held.append(watch.held())
         descriptors, memory = zip(*held[WARM:], strict=True)
         assert max(descriptors) == min(descriptors)
-        half = len(memory) // 2  # its heap may take a further piece once; kept versions would take some in each half
-        assert min(max(part) - part[0] for part in (memory[:half], memory[half:])) < MODULES
+        # The heap takes a further piece now and then; versions that were kept would fill one every few saves.
+        assert sum(later > before for before, later in pairwise(memory)) <= len(memory) // 20
         assert len(list(tmp_path.glob("replay_*"))) == 1
         assert watch.interrupt() == (0, "")
 

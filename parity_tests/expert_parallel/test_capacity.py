@@ -79,7 +79,7 @@ def kept_of_each_rank(mesh, experts: Int[Tensor, "t k"], gates, logits, capacity
 
 
 def mixture_of_kept(x, gates, experts, gate_up, down, factor, by):
-    capacity = -(-Fraction(str(factor)) * experts.size // len(down))  # the mean load, times the factor, rounded up
+    capacity = -(-Fraction(factor) * experts.size // len(down))  # the mean load, times the factor, rounded up
     return mixture(x, gates, experts, gate_up, down, by_rule(experts, gates, len(down), int(capacity), by))
 
 

@@ -347,7 +347,7 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
                 dims = "[b, s, d]" if min_dims > 2 else "[b, s]"
                 raise Rejected(f"{name} is {list(shape)}; it is {dims}, one row for each sequence")
             return shape[0], shape[1]
-    present = ", ".join(batch) or "nothing"
+    present = ", ".join(name for name, value in batch.items() if value is not None) or "nothing"
     raise Rejected(f"batch has neither input_ids nor inputs_embeds; it has {present}; add one of the two")
 
 

@@ -29,8 +29,8 @@ SILU = ("SiLU", "SiLUActivation")  # torch's and transformers'
 class ExpertLayout:
     """The parameters of a module of experts, each with e as its first dim, and the arguments of its forward.
 
-    `placements` are those over tp, and `widths` the dims of d, which neither ep nor tp shards, of the parameters that
-    have it. The arguments are tokens, ids and gates. `shapes` are the shapes that belong to those of the two stacks.
+    `placements` are over tp. `widths` has the place of the dim d in each parameter with such a dim; neither ep nor tp
+    shards it. The arguments are tokens, ids and gates. `shapes` are the shapes of the two stacks in words.
     """
 
     placements: Mapping[str, Callable[[], Placement]]

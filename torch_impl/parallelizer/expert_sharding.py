@@ -12,6 +12,7 @@ dp x cp x ep. Ranks of tp have the same tokens: each sends its own part, so that
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -78,8 +79,10 @@ Outputs = Callable[[nn.Module, Tensor, Tensor, Tensor, ProcessGroup, "ProcessGro
 def _called_with(names: tuple[str, str, str], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of three arguments that is also called by these names."""
 
+    signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+
     def call(*args: Tensor, **kwargs: Tensor) -> Tensor:
-        return function(*args, *(kwargs[name] for name in names[len(args) :]))
+        return function(*signature.bind(*args, **kwargs).args)
 
     return call
 

@@ -82,7 +82,7 @@ class Cell:
     def lacks(self) -> list[str]:
         """The parts that a failure's sentence lacks. A wrong return value needs its rank, a reference its line."""
         if self.kind in COMMANDS:
-            return ["verdict"] if self.cause == "done" else []
+            return [] if self.cause == "mismatch" or f"{self.cause}: " in CAUSES else ["verdict"]
         patterns = {
             "rank": re.compile(r"\branks? \d"),
             "operation": OPERATION,
@@ -117,7 +117,7 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
             output, errors = Path(folder) / "cells", Path(folder) / "errors"
             output.touch()
             started = time.monotonic()
-            # A rank that hangs may die later, of which the next kind would have the blame.
+            # A rank that hangs may die later, and the next kind would be blamed for it.
             some = rest[:1] if rest[0] in HANGING else [name for name in rest if name not in HANGING]
             status = _status([*_command(engine, world), engine, str(world), str(output), *some], errors)
             lines = [json.loads(line) for line in output.read_text().splitlines()]

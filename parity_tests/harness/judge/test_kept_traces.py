@@ -1,6 +1,8 @@
 """A reference is judged as it is now: a notebook's cell, or a reload, changes what it uses under the same object."""
 
+import importlib
 import types
+from functools import partial
 
 import jax
 import numpy as np
@@ -115,3 +117,15 @@ def test_arrays_are_part_of_a_references_state():
     assert state == kept_traces._state(tabled)
     table[0] = 2.0
     assert state != kept_traces._state(tabled)
+
+
+def test_a_change_below_a_partial_is_noticed(tmp_path, monkeypatch):
+    """A partial has no module of its own."""
+    (tmp_path / "numbers_of_a_user.py").write_text("FACTOR = 2.0\ndef times(scale, x): return scale * FACTOR * x")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("numbers_of_a_user")
+    function = partial(module.times, 1.0)
+    before = kept_traces._state(function)
+    assert before is not None and before == kept_traces._state(function)
+    module.FACTOR = 3.0
+    assert kept_traces._state(function) != before

@@ -40,7 +40,7 @@ from shardproof.report.sentence import Sentence
 from shardproof.report.summary import Outcome, VerifyOptions
 
 POLL_S = 0.04  # a save is noticed within it, and taken once the file has not changed for as long
-PATIENCE_S = 10.0  # for which a verdict of a file that has been saved since goes on
+PATIENCE_S = 10.0  # after which a verdict ends if its file has been saved meanwhile
 IDLE_POLLS = 25  # until it counts as idle, and between two looks at this project's own files
 # What every verdict needs; further modules of these packages are imported once a verdict has needed them. None starts
 # a thread when it is imported.
@@ -202,13 +202,16 @@ class Saves:
 
     def changed(self) -> list[str]:
         """Files that have changed, come or gone since the last call."""
-        before, self._seen = self._seen, self._looks() | {file: _look(file) for file in self._seen}
+        before, self._seen = self._seen, self._now()
         return [file for file, look in self._seen.items() if look != before.get(file)]
 
     @property
     def are_there(self) -> bool:
         """Whether `changed` would name a file."""
-        return self._looks() | {file: _look(file) for file in self._seen} != self._seen
+        return self._now() != self._seen
+
+    def _now(self) -> dict[str, Look]:
+        return self._looks() | {file: _look(file) for file in self._seen}
 
     def _looks(self) -> dict[str, Look]:
         return {file: _look(file) for file in self._find()}

@@ -47,7 +47,7 @@ STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end
 ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
 STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
-OUTDATED = 76  # the status of a call that was ended since it is of no more use
+OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
 AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
 INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 

@@ -178,7 +178,7 @@ def _regrouped(node: ast.BinOp) -> Iterator[ast.expr]:
 
 
 def _scaled(node: ast.expr, names: Names) -> Iterator[ast.expr]:
-    """The rows of a matrix times a number of each, which another name holds, or of which it holds the logarithm."""
+    """The rows of a matrix, each times its number in another tensor, or times the exponential of that number."""
     if isinstance(node, ast.Name):
         for name in names.numbers_of_rows(node.id):
             yield from (ast.BinOp(node, ast.Mult(), parsed(f"{name}{f}[..., None]")) for f in ("", ".exp()"))

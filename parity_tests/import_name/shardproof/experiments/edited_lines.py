@@ -41,7 +41,7 @@ SUSPECTED = 6  # other cases whose lines are compared
 MOST_LINES = 2  # that a note names
 THE_SAME = "that line reads so"  # of further tensors
 DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options, in which an edit must be right as well
-DRAWN_FAILING = 4  # of them: a mistake that shows in few cases, as of an integer, leaves room for other mistakes
+DRAWN_FAILING = 4  # of them: if fewer cases fail, an edit of a right line could mend them all
 DRAWN_S = 4.0  # of computing for more than DRAWN of them
 Notes = Mapping[str, tuple[Note, ...]]
 

@@ -167,7 +167,9 @@ def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
     Operations are all calls of a function in a line; where a line has several that reduce, each is tried alone too.
     """
     calls = _operations(scheme, report)
-    operations = {call.of_line: reduces for call, reduces in calls.items()}
+    operations: dict[Operation, bool] = {}
+    for call, reduces in calls.items():
+        operations[call.of_line] = operations.get(call.of_line, False) or reduces
     single = sorted(operations, key=lambda operation: not operations[operation])[:MAX_PER_AXIS]
     bounds = [operation for operation in single if operation.how == BOUNDED]
     statistics = [operation for operation in single if operation.name in HOW_OF and operation not in bounds]

@@ -67,7 +67,6 @@ def _quotient_text(above: list[str], below: list[str]) -> str:
 
 
 MAX_LISTED = 8
-NEAR = 2.0**-10  # relative distance from a fitted number that a named one may have
 MEANING_OF_NAMED_FACTOR = "a reduction is missing or repeated, or a mean divides by a local count"
 MEANING_OF_SIZE = "a sum is in place of a mean, or a mean in place of a sum"
 MEANING_OF_ROOT = "a count or a sum under a root is of each rank alone, or repeated by each"
@@ -177,11 +176,11 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
         return None
     values = {dim: float(size) for dim, size in evidence.sizes.items() if size > 1}
     values |= {f"1/{dim}": 1 / size for dim, size in values.items()}
-    sizes = [name for name, value in values.items() if _is_the_factor(evidence, factor, value)]
+    sizes = [name for name, value in values.items() if _fits(evidence, _times, value)]
     text, weaker = f"off by the constant factor {number_text(factor)}", _claims_of_parts(evidence, _FACTOR)
     roots = {f"sqrt({axis})": ranks**0.5 for axis, ranks in evidence.axes.items() if ranks > 1}
     roots |= {f"1/{name}": 1 / value for name, value in roots.items()}
-    of_ranks = {f"factor {name}": name for name, value in roots.items() if _is_the_factor(evidence, factor, value)}
+    of_ranks = {f"factor {name}": name for name, value in roots.items() if _is_root(evidence, factor, value)}
     claims = {f"factor size {name}": name for name in sizes} | of_ranks
     if claims:
         of_dims = "" if of_ranks else ", the size of a dim"
@@ -191,9 +190,9 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
     return Note(f"{text}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR, weaker)
 
 
-def _is_the_factor(evidence: Evidence, factor: float, value: float) -> bool:
-    """Whether a number with a name is the fitted one, but for a small term such as an epsilon under the root."""
-    return _fits(evidence, _times, value) or abs(factor / value - 1.0) < NEAR
+def _is_root(evidence: Evidence, factor: float, root: float) -> bool:
+    """Whether a root is the fitted factor, or has its printed digits: an epsilon under the root changes the others."""
+    return _fits(evidence, _times, root) or number_text(factor) == number_text(root)
 
 
 def _fitted_constant_note(evidence: Evidence) -> Note | None:

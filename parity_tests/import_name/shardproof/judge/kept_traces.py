@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -64,13 +65,20 @@ def make_room() -> None:
 
 def _state(reference: Callable[..., Any]) -> str | None:
     """A digest of the function with the user's functions and values that it uses; None if one cannot be pickled."""
-    names = {"__main__", getattr(reference, "__module__", None)}
-    for home in [sys.modules.get(name) for name in names if name is not None]:
-        for value in [] if home is None else list(vars(home).values()):
-            names.add(value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None))
-    modules = set().union(*(imported_by(name) for name in names if isinstance(name, str)))
     try:
+        names = {"__main__", getattr(_unwrapped(reference), "__module__", None)}
+        for home in [sys.modules.get(name) for name in names if name is not None]:
+            for value in [] if home is None else list(vars(home).values()):
+                names.add(value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None))
+        modules = set().union(*(imported_by(name) for name in names if isinstance(name, str)))
         return hashlib.sha256(travel.state_of(reference, modules)).hexdigest()
     except BaseException as error:
         pass_interrupt(error)
         return None
+
+
+def _unwrapped(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The function inside of partials, which have no module of their own."""
+    while isinstance(reference, partial):
+        reference = reference.func
+    return reference

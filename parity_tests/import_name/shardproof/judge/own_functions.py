@@ -33,7 +33,7 @@ def check() -> None:
     """ValueError if a function has been replaced since the import of this module."""
     for module, functions in _BEFORE.items():
         now = vars(module)
-        if tuple(map(now.get, functions)) == _VALUES[module]:  # by no function that may be replaced
+        if tuple(map(now.get, functions)) == _VALUES[module]:  # without `all`, which is one of them
             continue
         for name, function in functions.items():
             if now.get(name, function) is not function:

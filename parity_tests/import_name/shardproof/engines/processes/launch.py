@@ -19,7 +19,6 @@ store: every rank then exits with a message.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import os
 import signal
@@ -39,6 +38,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.travel import dumps
 from shardproof.endings import exits
 from shardproof.endings.exit_status import RANK_FAILED, USAGE
+from shardproof.endings.raised import message_of
 from shardproof.engines.creation import without_creations
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.ledger import Ledger, RunResult
@@ -93,8 +93,10 @@ def _leave(sentence: str) -> NoReturn:
     global _tell
     tell, _tell = _tell, None
     if tell is not None:
-        with contextlib.suppress(Exception):  # the end of a process, at any of its lines
+        try:
             tell(sentence)
+        except Exception as error:  # the end of a process, at any of its lines
+            sys.stderr.write(f"shardproof: what is judged could not be printed: {message_of(error)}\n")
     if sentence:
         sys.stderr.write(f"shardproof: {sentence}\n")
         sys.stderr.flush()
