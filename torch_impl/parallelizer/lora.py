@@ -110,8 +110,10 @@ def add_lora(model: Module, targets: Targets, *, rank: PositiveInt, alpha: Posit
             if isinstance(module, LoRALinear):
                 raise Rejected(f"targets has {target!r}, and {name!r} has an adapter; name each layer once")
             if type(module) is not nn.Linear or not name:
+                layers = sorted({path.rpartition(".")[2] for path, at in modules.items() if type(at) is nn.Linear})
                 raise Rejected(
-                    f"targets has {target!r}, and {name!r} is {type(module).__name__}; name nn.Linear layers"
+                    f"targets has {target!r}, and {name!r} is {type(module).__name__}; name nn.Linear layers, here "
+                    f"{', '.join(layers) or 'none'}"
                 )
             if isinstance(module.weight, DTensor):
                 raise Rejected(f"targets has {target!r}, and {name!r} is sharded; add adapters first, then parallelize")
