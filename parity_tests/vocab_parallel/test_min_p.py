@@ -72,10 +72,32 @@ def logprob_with_min_p_and_long_top_k(mesh, logits, target, top_k, top_p, temper
     )
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize(
-    "declared", [logprob_with_min_p, logprob_with_min_p_and_long_top_k], ids=lambda declared: declared.name
+@scheme(
+    reference=sampled_logprob,
+    mesh={"tp": (1, 2, 3)},
+    contract=vp.DistributedLogprobWithSampling,
+    inputs={"logits": "b s v/tp:ragged", "target": "b s"},
+    draw={"logits": decided_rows("ties", "iota", "normal", "huge"), "target": SOME_IGNORED},
+    dims={"b": (1, 2), "s": (3,), "v": (24, 7)},
+    options={"top_k": (None,), "top_p": (1.0,), "temperature": (1.0, 2.0), "min_p": JUST_BELOW},
+    dtypes=("bfloat16", "float16", "float32"),
+    reduction=("v",),
+    sums="float32",
+    roundings=2,
+    cost=cost,
 )
+def logprob_with_min_p_alone(mesh, logits, target, top_k, top_p, temperature, min_p):
+    """The bound of what is kept is no logit here, as it is where a list or top-p sets it."""
+    return vp.DistributedLogprobWithSampling.apply(
+        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh), min_p
+    )
+
+
+SCHEMES = (logprob_with_min_p, logprob_with_min_p_and_long_top_k, logprob_with_min_p_alone)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
     check_cases(declared, 15 if engine == "lockstep" else 5, engine=engine)
 
