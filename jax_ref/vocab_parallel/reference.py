@@ -197,10 +197,11 @@ def next_token_logprob(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
+    min_p: float | None = None,
 ) -> Float[Array, "b u"]:
     """out[b, j] = log p(id[b, j + 1] | z[b, j]),   j < s - 1. Positions of z beyond the ids are padding."""
     scored = logits[:, : max(target.shape[1] - 1, 0)]
-    return sampled_logprob(scored, target[:, 1:], top_k, top_p, temperature)
+    return sampled_logprob(scored, target[:, 1:], top_k, top_p, temperature, min_p)
 
 
 def next_token_logprob_of_stored(

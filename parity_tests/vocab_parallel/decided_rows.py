@@ -8,6 +8,7 @@ is a matter of mass; test_sampling.py looks for those rows and asks them that.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class DecidedRows(Draw):
 
     def build(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
         rows = inputs.rounded(super().build(value, shape, rng, case), case.dtype)
+        if value["kind"] == "zeros":  # of both signs, which are equal logits with different bits
+            rows = np.copysign(rows, rng.standard_normal(shape))
         for _ in range(TRIES):
             undecided = is_undecided(rows, case.options, case.dtype)
             if not undecided.any():
@@ -38,9 +41,12 @@ class DecidedRows(Draw):
         raise ValueError(f"no row of {shape[-1]} logits is far enough from top_p={case.options['top_p']}")
 
 
-def decided_rows(*kinds: str) -> DecidedRows:
-    """Rows of the given kinds, none given: of all; the case's options are top_k, top_p and temperature."""
-    return DecidedRows("float", kinds=kinds or FLOAT_KINDS)
+def decided_rows(*kinds: str, nan_rows: Callable[..., Any] | None = None) -> DecidedRows:
+    """Rows of the given kinds, none given: of all; the case's options are top_k, top_p and temperature.
+
+    `nan_rows` is that of `values`: the rows that may hold NaN.
+    """
+    return DecidedRows("float", kinds=kinds or FLOAT_KINDS, nan_rows=nan_rows)
 
 
 def is_undecided(rows: np.ndarray, options: dict[str, Any], dtype: str) -> np.ndarray:

@@ -8,7 +8,8 @@ import numpy as np
 
 from shardproof import CaseSpec, ids
 
-SOME_IGNORED = ids("v", ignore=(-100, -1, 2**31 - 1))  # padding, and ids on either side of every vocabulary
+# Padding, ids on either side of every vocabulary, and one that 32 bits would take for 1.
+SOME_IGNORED = ids("v", ignore=(-100, -1, 2**31 - 1, 2**32 + 1))
 
 
 def ignored(name: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
@@ -22,6 +23,12 @@ IGNORED_TARGETS = ignored("target")
 def next_is_ignored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
     """Of each id but the first, whether it is no token: its position's score is 0."""
     return IGNORED_TARGETS(case, inputs)[:, 1:]
+
+
+def is_dropped(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Of each of f or s positions, whether it has no result: there are u."""
+    positions = case.dims.get("f", case.dims.get("s", 0))
+    return np.broadcast_to(np.arange(positions) >= case.u, (case.b, positions))
 
 
 def has_no_next(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -41,14 +48,33 @@ def next_in_row_is_ignored(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, 
     return rows
 
 
-def has_no_next_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
-    """Of the t tokens of a packed stream, [1, t], whether no token follows in its sequence."""
+def has_no_next_as_stored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """`has_no_next` of positions and ids in a stored order, position argsort(keys)[j] at place j."""
+    order = np.argsort(inputs["keys"], kind="stable")
+    return has_no_next(case, {**inputs, "target": inputs["target"][:, np.argsort(order)]})[:, order]
+
+
+def is_dropped_as_stored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """`is_dropped` of positions in that order."""
+    return is_dropped(case, inputs)[:, np.argsort(inputs["keys"], kind="stable")]
+
+
+def is_last_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
+    """Of the t tokens of a packed stream, [1, t], whether no position follows in its sequence."""
 
     def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         ends = inputs["padded"][:-1] + np.diff(inputs[lengths_of])
         place = np.arange(case.t)
-        sequence = np.searchsorted(inputs["padded"][1:-1], place, side="right")
+        return (place + 1 >= ends[np.searchsorted(inputs["padded"][1:-1], place, side="right")])[None]
+
+    return rows
+
+
+def has_no_next_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
+    """Of the t tokens of a packed stream, [1, t], whether no token follows in its sequence."""
+
+    def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         ignored = np.append(IGNORED_TARGETS(case, inputs)[0, 1:], True)
-        return ((place + 1 >= ends[sequence]) | ignored)[None]
+        return is_last_in_stream(lengths_of)(case, inputs) | ignored
 
     return rows

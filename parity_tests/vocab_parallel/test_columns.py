@@ -9,8 +9,9 @@ from torch import Tensor
 from jax_ref.vocab_parallel import argmax, columns, log_softmax, logprob, sequence
 from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, ids, scheme, values
+from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -62,7 +63,7 @@ def log_softmax_with_gradient(mesh, logits):
     mesh=RANKS,
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
     outputs="b s tp=P",
-    draw={"target": ids("v", ignore=-100)},
+    draw={"target": SOME_IGNORED},
     dtypes=("float32", "float64"),
     reduction=("v",),
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s)), backward=sums_over_tp(c)),
@@ -83,7 +84,7 @@ def full_log_softmax(mesh, logits):
     mesh=RANKS,
     contract=vp.vocab_parallel_gather_columns,
     inputs={"x": "b s v/tp:ragged", "ids": "k"},
-    draw={"ids": ids("v", ignore=-100)},
+    draw={"ids": SOME_IGNORED},
     dims={"k": (1, 2, 3, 8, 0)},
     rank_options={"counted": (False, True)},
     dtypes=DTYPES,
@@ -104,7 +105,7 @@ def gathered_columns(mesh, x, ids, counted):
     mesh=RANKS,
     contract=vp.vocab_parallel_argmax,
     inputs={"logits": "b s v/tp:ragged"},
-    draw={"logits": values("normal", "ties", "neg_inf_mask", "zeros", "iota", "huge", "ties")},
+    draw={"logits": values("normal", "ties", "neg_inf_mask", "zeros", "iota", "huge", "ties", "nan")},
     nograd=("logits",),
     rank_options={"counted": (False, True)},
     dtypes=DTYPES,

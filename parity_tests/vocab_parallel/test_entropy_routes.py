@@ -14,11 +14,17 @@ from jax_ref.vocab_parallel import (
     packed_next_token_negative_entropy,
 )
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import (
+    SOME_IGNORED,
+    is_dropped,
+    is_dropped_as_stored,
+    is_last_in_stream,
+)
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from parity_tests.vocab_parallel.test_packed import by_padded
 from parity_tests.vocab_parallel.test_stored_order import of_keys
-from shardproof import CaseSpec, Cost, check_cases, ids, integers, offsets, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -64,7 +70,7 @@ GROUPS = dict(
     inputs={"logits": "b s/cp:dual_chunk_swap v/tp:ragged", "target": "b n"},
     outputs=OVER_CP,
     dims={"n": "s-1", "u": "n-1", "v": (8, 5, 13)},
-    draw={"target": ids("v", ignore=-100)},
+    draw={"target": SOME_IGNORED, "logits": values(nan_rows=is_dropped)},
 )
 
 
@@ -111,7 +117,12 @@ def of_stored(logits, target, keys, columns, temperature):
     outputs=("b u tp=I cp=I", "b u tp=I cp=I"),
     layouts={"ceil": ceil},
     dims={"u": "s-1", "v": (8, 4, 12)},
-    draw={"target": ids("v", ignore=-100), "keys": integers(0, 9), "columns": integers(0, 0)},
+    draw={
+        "target": SOME_IGNORED,
+        "logits": values(nan_rows=is_dropped_as_stored),
+        "keys": integers(0, 9),
+        "columns": integers(0, 0),
+    },
     cost=lambda c: Cost(
         forward=all_gathers(
             over_tp(c, 4 * c.b * c.s // c.cp),
@@ -144,7 +155,8 @@ def of_packed(logits, target, padded, real, columns, temperature):
     outputs=OVER_CP,
     dims={"b": "n-1", "n": (4, 6, 3), "t": (24, 40, 16), "u": (5, 9, 2), "v": (8, 5, 13)},
     draw={
-        "target": ids("v", ignore=-100),
+        "target": SOME_IGNORED,
+        "logits": values(nan_rows=is_last_in_stream("padded")),
         "padded": offsets("t", padded=True),
         "real": offsets("t"),
         "columns": integers(0, 0),
@@ -178,7 +190,7 @@ def of_hidden(hidden, weight, target, temperature):
     inputs={"hidden": "s/cp:dual_chunk_swap b d tp=I", "weight": "v/tp:ragged d cp=R", "target": "b s"},
     outputs=OVER_CP,
     dims={"v": (8, 5, 13), "d": (3, 5), "u": "s-1"},
-    draw={"hidden": FLOATS, "weight": FLOATS, "target": ids("v", ignore=-100)},
+    draw={"hidden": FLOATS, "weight": FLOATS, "target": SOME_IGNORED},
     cost=lambda c: Cost(
         forward=over_cp(c, c.b * c.s).forward,
         backward={

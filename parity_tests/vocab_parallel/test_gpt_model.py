@@ -8,7 +8,8 @@ from torch import nn
 
 from jax_ref.vocab_parallel import linear_next_token_logprob
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from shardproof import Cost, check_cases, ids, offsets, scheme, values
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
+from shardproof import Cost, check_cases, offsets, scheme, values
 from torch_impl.vocab_parallel import patch_gpt_model_forward_for_linear_ce_fusion as patch
 
 FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
@@ -113,7 +114,7 @@ DECLARED = dict(
     roundings=4,  # logits, d logits, this rank's term of d hidden, the result
     cost=cost,
 )
-WEIGHTS = {"hidden": FLOATS, "weight": FLOATS, "target": ids("v", ignore=-100)}
+WEIGHTS = {"hidden": FLOATS, "weight": FLOATS, "target": SOME_IGNORED}
 SIZES = {"v": (8, 12), "d": (3, 5), "u": "s-1"}
 
 

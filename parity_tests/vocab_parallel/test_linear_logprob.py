@@ -1,5 +1,6 @@
 """Parity of vocab_parallel.linear_logprob."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -158,12 +159,34 @@ def linear_next_tokens_of_a_stream(mesh, hidden, weight, target, padded, chunk_s
     return next_scored(mesh, hidden, weight, target, chunk_size, cu_seqlens_padded=padded)
 
 
+def gradients_of_hidden(hidden, weight, target, g):
+    return jax.vjp(lambda h, w: linear_logprob(h, w, target), hidden, weight)[1](g)
+
+
+@scheme(
+    reference=gradients_of_hidden,
+    mesh={"tp": (1, 2, 4)},
+    inputs={"hidden": "s b d tp=I", "weight": "v/tp:ragged d", "target": "b s", "g": "b s tp=I"},
+    outputs=("s b d tp=I", "v/tp:ragged d"),
+    dims=SOME,
+    nograd=("hidden", "weight", "g"),
+    **{**DECLARED, "dtypes": ("float32",), "reduction": ("v", "d", "b", "s")},
+)
+def gradients_under_autocast(mesh, hidden, weight, target, g, chunk_size):
+    """Backward runs under autocast too, where logits that were not saved are computed again."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(hidden.device.type, dtype=torch.bfloat16):
+        h, w = (x.detach().clone().requires_grad_() for x in (hidden, weight))
+        y = scored(mesh, h, w, target, chunk_size)
+        return torch.autograd.grad(y, (h, w), g.detach().clone().to(y.dtype))
+
+
 SCHEMES = (
     linear_logprobs,
     linear_logprobs_of_sharded_states,
     linear_next_tokens,
     linear_next_tokens_of_sharded_states,
     linear_next_tokens_of_a_stream,
+    gradients_under_autocast,
 )
 
 

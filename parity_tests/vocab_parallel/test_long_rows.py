@@ -9,19 +9,23 @@ from hypothesis import settings
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, ids, scheme
+from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel import long_rows
 
 
 def masked_or_rising(generator, shape):
-    """Normal logits; a tenth of them -inf, or rising so that the largest are in the last span."""
-    logits, drawn = generator.standard_normal(shape), generator.integers(3)
+    """Normal logits; a tenth of them -inf, or all but the first or the last few, or the largest in the last span."""
+    logits, drawn, place = generator.standard_normal(shape), generator.integers(4), np.arange(shape[-1])
     if drawn == 0:
         return np.where(generator.random(shape) < 0.1, -np.inf, logits)
-    return logits + (drawn == 1) * np.linspace(0.0, 200.0, shape[-1])
+    if drawn == 1:  # some ranks have no logit but -inf
+        kept = place if generator.integers(2) else place[::-1]
+        return np.where(kept < generator.integers(1, 99), logits, -np.inf)
+    return logits + (drawn == 2) * np.linspace(0.0, 200.0, shape[-1])
 
 
 # Of 8,190 columns one rank of two has less than a long row; of 4,225 the last span has 129.
@@ -30,7 +34,7 @@ LONG = dict(
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
     dims={"b": (1,), "s": (1, 2, 0), "v": (8190, 8450, 12800)},
     draw={
-        "target": ids("v", ignore=-100),
+        "target": SOME_IGNORED,
         "logits": masked_or_rising,
     },
     options={"temperature": (1.0, 0.7)},

@@ -1,5 +1,7 @@
 """Parity of vocab_parallel.next_token."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -30,8 +32,9 @@ CUT = dict(
 )
 FILTERED = {
     **CUT,
-    "draw": {**CUT["draw"], "logits": decided_rows()},
-    "options": {"top_k": (None, 3, 1), "top_p": (1.0, 0.75, 0.0), "temperature": (1.0, 0.5)},
+    "draw": {**CUT["draw"], "logits": decided_rows(nan_rows=has_no_next)},
+    "options": {"top_k": (None, 3, 1), "top_p": (1.0, 0.75, 0.0), "temperature": (1.0, 0.5), "min_p": (None, 0.1)},
+    "rank_options": {**CUT["rank_options"], "kind": (vp.TrainingSamplingParams, SimpleNamespace)},
 }
 
 
@@ -52,7 +55,7 @@ def over_cp_by_width(c):
     return Cost(forward={**core.forward, **widths}, backward=core.backward)
 
 
-def of_groups(mesh, logits, target, chunk_size, **params):
+def of_groups(mesh, logits, target, chunk_size, kind=vp.TrainingSamplingParams, **params):
     return vp.from_parallel_logits_to_logprobs(
         logits,
         target,
@@ -60,7 +63,7 @@ def of_groups(mesh, logits, target, chunk_size, **params):
         mesh["tp"],
         cp_group=mesh["cp"],
         chunk_size=chunk_size and chunk_size + mesh.rank("tp"),  # each rank its own
-        sampling_params=vp.TrainingSamplingParams(**params),
+        sampling_params=kind(**params),
     )
 
 
@@ -80,8 +83,9 @@ def next_tokens_with_padding(mesh, logits, target, temperature, chunk_size):
 @scheme(
     contract=vp.from_parallel_logits_to_logprobs, reference=next_token_logprob, **FILTERED
 )  # a filter's own cost is declared with the filter
-def next_tokens_as_sampled(mesh, logits, target, top_k, top_p, temperature, chunk_size):
-    return of_groups(mesh, logits, target, chunk_size, top_k=top_k, top_p=top_p, temperature=temperature)
+def next_tokens_as_sampled(mesh, logits, target, top_k, top_p, temperature, min_p, chunk_size, kind):
+    params = dict(top_k=top_k, top_p=top_p, temperature=temperature, min_p=min_p)
+    return of_groups(mesh, logits, target, chunk_size, kind, **params)
 
 
 @scheme(contract=vp.get_next_token_logprobs_from_logits, reference=next_token_logprob, cost=over_cp_by_width, **CUT)
@@ -112,12 +116,12 @@ def over_cp_alone(c):
 
 
 @scheme(contract=vp.get_next_token_logprobs_from_logits, reference=next_token_logprob, cost=over_cp_alone, **WHOLE)
-def next_tokens_of_full_rows(mesh, logits, target, top_k, top_p, temperature, chunk_size):
+def next_tokens_of_full_rows(mesh, logits, target, top_k, top_p, temperature, min_p, chunk_size, kind):
     return vp.get_next_token_logprobs_from_logits(
         target,
         logits,
         context_parallel_group=mesh["cp"],
-        sampling_params=vp.TrainingSamplingParams(top_k=top_k, top_p=top_p, temperature=temperature),
+        sampling_params=kind(top_k=top_k, top_p=top_p, temperature=temperature, min_p=min_p),
         chunk_size=chunk_size,
     )
 

@@ -6,9 +6,10 @@ import torch
 
 from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests.vocab_parallel.decided_rows import decided_rows
+from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, ids, scheme
+from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
@@ -18,11 +19,12 @@ DECLARED = dict(
     reference=sampled_logprob,
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
     outputs="b s tp=I",
-    draw={"logits": decided_rows(), "target": ids("v", ignore=-100)},
+    draw={"logits": decided_rows(nan_rows=IGNORED_TARGETS), "target": SOME_IGNORED},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     sums="float32",
     reduction=("v",),
     roundings=2,  # log total, gradient
+    nan_cotangents={"out": IGNORED_TARGETS},
 )
 SMALL = dict(mesh={"tp": (1, 2, 3, 4)}, dims={"b": (1, 2), "s": (3,), "v": (2, 7, 24)})
 

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next_as_stored
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
-from shardproof import CaseSpec, Cost, check_cases, ids, integers, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, scheme, values
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
@@ -22,7 +23,12 @@ STORED = dict(
     mesh={"cp": (1, 2, 3), "tp": (1, 2, 4)},
     outputs="b u tp=I cp=I",
     dims={"u": "s-1", "v": (8, 4, 12)},
-    draw={"target": ids("v", ignore=-100), "keys": integers(0, 9), "columns": integers(0, 0)},
+    draw={
+        "target": SOME_IGNORED,
+        "logits": values(nan_rows=has_no_next_as_stored),
+        "keys": integers(0, 9),
+        "columns": integers(0, 0),
+    },
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 2)},
     dtypes=("float32", "bfloat16", "float64"),

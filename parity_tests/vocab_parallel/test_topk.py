@@ -10,8 +10,9 @@ from torch import Tensor
 
 from jax_ref.vocab_parallel import logits_at, topk
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme, values
+from shardproof import CaseSpec, Cost, check, every_case, integers, scheme, values
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
@@ -57,7 +58,7 @@ def logits_at_each(logits, ids):
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     contract=vp.gather_logits_at_global_indices,
     inputs={"logits": "b f/cp:dual_chunk_swap v/tp:ragged", "ids": "b s k"},
-    draw={"ids": ids("v", ignore=-100)},
+    draw={"ids": SOME_IGNORED},
     dims={"k": (1, 2, 3, 0, 8), "f": "s+e", "e": (0, 1, 2, 3, 5)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
@@ -89,7 +90,7 @@ def transposed_lookup(logits, ids, g):
     mesh={"tp": (1, 2, 4)},
     inputs={"logits": "b s v/tp:ragged", "ids": "b s k", "g": "b s k tp=I"},
     outputs="b s v/tp:ragged",
-    draw={"ids": ids("v", ignore=-100)},
+    draw={"ids": SOME_IGNORED},
     dims={"k": (1, 2, 3, 8)},
     nograd=("logits",),
     reduction=("k",),
