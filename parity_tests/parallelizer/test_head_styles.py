@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from parity_tests.parallelizer.families import Chosen, empty, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
+from parity_tests.parallelizer.test_lora import ALPHA, adapted_layer
 from parity_tests.parallelizer.training import parallelized
 from shardproof import CaseSpec, check_cases, scheme, values
 from shardproof.engines.engines import run
@@ -137,8 +138,12 @@ class Grouped(nn.Module):
         return self.o_proj(torch.einsum("hsS,Shp->shp", scores, v).flatten(1))
 
 
-def grouped_reference(x, query, key, value, out, sinks, cotangent, weights, is_frozen):
-    def forward(x, query, key, value, out, sinks):
+def grouped_reference(x, query, key, value, out, sinks, key_a, key_b, cotangent, weights, is_frozen, is_adapted):
+    """With an adapter of the keys their weight is frozen."""
+
+    def forward(x, query, key, value, out, sinks, key_a, key_b):
+        if is_adapted:
+            key = key + ALPHA / len(key_a) * jnp.einsum("gpr,rd->gpd", key_b, key_a)
         q = jnp.einsum("sd,hpd->shp", x, query)
         k, v = (jnp.einsum("sd,gpd->sgp", x, each) for each in (key, value))
         q = q.reshape(len(x), key.shape[0], -1, q.shape[-1])
@@ -147,11 +152,12 @@ def grouped_reference(x, query, key, value, out, sinks, cotangent, weights, is_f
         scores = jax.nn.softmax(logits, -1)[..., :-1]
         return jnp.einsum("grsS,Sgp->sgrp", scores, v).reshape(len(x), -1) @ out.T
 
-    return differentiated(forward, (x, query, key, value, out, sinks), cotangent, weights, 2 if is_frozen else None)
+    moving = (x, query, key, value, out, sinks, key_a, key_b)
+    return differentiated(forward, moving, cotangent, weights, 2 if is_frozen or is_adapted else None)
 
 
 HEADS = {"x": "s d tp=I", "query": "h p d tp=I", "key": "g p d tp=I", "value": "g p d tp=I", "out": "d c tp=I"}
-HEADS["sinks"] = "h tp=I"
+HEADS |= {"sinks": "h tp=I", "key_a": "r d tp=I", "key_b": "g p r tp=I"}
 
 
 @scheme(
@@ -159,21 +165,30 @@ HEADS["sinks"] = "h tp=I"
     mesh={"tp": (1, 2, 4)},
     inputs={**HEADS, "cotangent": "s d tp=I", "weights": "n tp=I"},
     outputs=("s d tp=I", *HEADS.values()),
-    dims={"s": (5,), "d": (3,), "h": (4, 8), "g": (1, 2, 4), "p": (2,), "c": "h*p", "n": (3,)},
-    options={"is_frozen": (False, True)},
+    dims={"s": (5,), "d": (3,), "h": (4, 8), "g": (1, 2, 4), "p": (2,), "c": "h*p", "n": (3,), "r": (3,)},
+    options={"is_frozen": (False, True), "is_adapted": (False, True)},
     rank_options={"times": (1, 2, 3)},
     nograd=(*HEADS, "cotangent", "weights"),
     draw=dict.fromkeys((*HEADS, "cotangent", "weights"), ORDINARY),
     dtypes=("float64",),
 )
-def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, sinks, cotangent, weights, is_frozen, times):
+def heads_of_keys_on_more_ranks(
+    mesh, x, query, key, value, out, sinks, key_a, key_b, cotangent, weights, is_frozen, is_adapted, times
+):  # fmt: skip
     projections = [*(each.flatten(0, 1) for each in (query, key, value)), out]
     plan = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "o_proj": "rowwise", "": "per_head"}
     attention = Grouped(len(query), query.shape[1], projections, sinks)
+    if is_adapted:
+        attention.k_proj = adapted_layer(key.flatten(0, 1), None, key_a, key_b.flatten(0, 1), None)
     module = styled(mesh, attention, plan, "k_proj.weight" if is_frozen else None)
     y, moved, of = accumulated(module, (x,), cotangent, weights, times)
+    of_adapter = (of.get(f"k_proj.lora_{leaf}.weight") for leaf in "AB")
+    a, b = (
+        torch.zeros_like(x) if of_x is None else of_x.view(x.shape)
+        for of_x, x in zip(of_adapter, (key_a, key_b), strict=True)
+    )
     named = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": out}
-    return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items()), of["sinks"]
+    return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items()), of["sinks"], a, b
 
 
 @pytest.mark.parametrize("scheme", [packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks], ids=lambda s: s.name)

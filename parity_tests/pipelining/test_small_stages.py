@@ -296,7 +296,8 @@ def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, send
     f, b = (x.abs().tolist() for x in (forward, backward))
     times = Times(f=f, i=b, w=f if filled == "two, halved" else 0.0, p2p=p2p.abs().item())
     actions = [[Action(*action) for action in row] for row in order]
-    by_stage = dict(reversed([*enumerate(placed)])) if style == "blocks" else stage_to_rank(pp, chunks * pp, style)
+    first, last = dict([*enumerate(placed)][:-1]), {len(placed) - 1: placed[-1]}
+    by_stage = last | first if style == "blocks" else stage_to_rank(pp, chunks * pp, style)
     timeline = simulate(actions, by_stage, times)
     ends = torch.zeros(2, len(forward), MICROBATCHES, dtype=forward.dtype)
     for event in timeline.events:
