@@ -2,6 +2,7 @@
 
 import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -42,7 +43,9 @@ def built(mesh, model, name, source, told, is_wide, is_scaled, length):
         if source == "name":
             options["pp_schedule"] = name
         else:
-            options["pp_schedule_csv"] = file_of(name, ranks, count, source, folder)
+            options["pp_schedule_csv"] = file = file_of(name, ranks, count, source, folder)
+            if source == "spreadsheet":  # its files begin with a byte order mark
+                Path(file).write_text(Path(file).read_text(), encoding="utf-8-sig")
         pipeline = AutoPipeline(
             mesh.device_mesh,
             dp_axis_names=(),

@@ -46,7 +46,7 @@ def of_last_step(token, target, embedding, layers, norm, head, told, is_scaled):
     draw={"token": token_below("v"), **dict.fromkeys(FLOATS, values("normal"))},
     nograd=FLOATS,
     options={"told": automatic.TOLD, "is_scaled": (False, True)},
-    rank_options={"name": LOOPED, "source": ("name", "file"), "is_wide": (False, True)},
+    rank_options={"name": LOOPED, "source": ("name", "file", "spreadsheet"), "is_wide": (False, True)},
     dtypes=("float64", "float32"),
     reduction=("b", "s", "v", "d"),
     roundings=40,
