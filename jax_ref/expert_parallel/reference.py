@@ -64,9 +64,11 @@ def sigmoid_top_k(
 def replayed(logits: Logits, experts: Choices, router: str, norm_topk_prob: bool = False) -> Gates:
     """The gates at given experts: of "softmax", of "sigmoid", or of "top_k", a softmax over these experts alone.
 
-    An id that is no expert's has a gate of 0. The choice is data, so that gradients are of the scores alone.
+    An id that is no expert's has a gate of 0. The choice is data, so that gradients are of the scores alone. A token
+    without an expert has no logits that count.
     """
     is_expert = _one_hot(experts, logits.shape[-1])
+    logits = jnp.where(is_expert.any((-1, -2))[..., None], logits, 0.0)
     weights = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "top_k": jnp.exp}[router](logits)
     gates = jnp.where(is_expert, weights[..., None, :], 0.0).sum(-1)
     total = gates.sum(-1, keepdims=True)

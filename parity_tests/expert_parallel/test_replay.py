@@ -1,5 +1,8 @@
 """Routing replay: gates at given experts, with the gradient of the scores alone; a recompute takes the forward's."""
 
+from functools import partial
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from jax_ref.expert_parallel import replayed
-from shardproof import Cost, check_cases, drawn, scheme, values
+from jax_ref import expert_parallel as reference
+from parity_tests.expert_parallel.choices import padding
+from shardproof import Cost, check_cases, drawn, integers, scheme, values
 from torch_impl.expert_parallel import RoutingReplay, sigmoid_top_k, softmax_top_k, top_k_softmax
 
 ROUTERS = {
@@ -26,11 +30,14 @@ def given_experts(generator, shape, case):
 
 
 @scheme(
-    reference=replayed,
+    reference=reference.replayed,
     mesh={"ep": (1, 2, 4, 8)},
     inputs={"logits": "t/ep:ragged e", "experts": "t/ep:ragged k"},
     outputs="t/ep:ragged k",
-    draw={"logits": values("normal", "ties", "zeros"), "experts": drawn(given_experts, integer=True)},
+    draw={
+        "logits": values("normal", "ties", "zeros", nan_rows=padding),
+        "experts": drawn(given_experts, integer=True),
+    },
     dims={"k": (1, 2, 3), "e": (4, 8)},
     options={"router": tuple(ROUTERS), "norm_topk_prob": (False, True)},
     dtypes=("float32", "bfloat16", "float64"),
@@ -42,9 +49,71 @@ def replayed_gates(mesh, logits, experts: Int[Tensor, "t k"], router, norm_topk_
     return ROUTERS[router](logits, experts.shape[-1], norm_topk_prob=norm_topk_prob, experts=experts)[0]
 
 
+def chosen_in_jax(logits, k, router, norm_topk_prob):
+    if router == "softmax":
+        return reference.softmax_top_k(logits, k, norm_topk_prob)
+    if router == "top_k":
+        return reference.top_k_softmax(logits, k)
+    return reference.sigmoid_top_k(logits, jnp.zeros(logits.shape[-1]), k, norm_topk_prob=norm_topk_prob)
+
+
+def mixed(logits, table, each, router, norm_topk_prob, is_full, is_nested):
+    """Each token's rows of the table, weighted by its gates; choices of a full expert are left out."""
+    gates, experts, _ = chosen_in_jax(logits, len(each), router, norm_topk_prob)
+    is_left = experts != 0 if is_full else jnp.ones(experts.shape, bool)
+    return (jnp.where(is_left, gates, 0.0)[..., None] * table[experts]).sum(-2)
+
+
+class Rounding:
+    """The block of `mixed` with another rounding of the logits in each run, which breaks ties in another way."""
+
+    def __init__(self, replay, route, is_full):
+        self.replay, self.route, self.is_full, self.runs = replay, route, is_full, 0
+
+    def __call__(self, logits, table):
+        places = torch.arange(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+        logits = logits + self.runs * torch.finfo(logits.dtype).eps * places
+        self.runs += 1
+        gates, experts, _ = self.replay.route(self.route, logits)
+        if self.is_full:
+            experts.masked_fill_(experts == 0, -1)
+        is_left = experts >= 0
+        return (gates.where(is_left, 0.0)[..., None] * table[experts.where(is_left, 0)]).sum(-2)
+
+
+@scheme(
+    reference=mixed,
+    mesh={"ep": (1, 2)},
+    inputs={"logits": "t/ep:ragged e", "table": "e d ep=R", "each": "k"},
+    outputs="t/ep:ragged d",
+    draw={"logits": values("ties", "zeros", "normal"), "table": values("normal"), "each": integers(0, 0)},
+    dims={"k": (2, 1, 3), "e": (4, 8), "d": (3,)},
+    options={
+        "router": tuple(ROUTERS),
+        "norm_topk_prob": (True, False),
+        "is_full": (True, False),
+        "is_nested": (False, True),
+    },
+    nograd=("each",),
+    dtypes=("float32", "float64"),
+    reduction=("e", "k"),
+    roundings=12,
+)
+def recomputed_choices(mesh, logits, table, each: Int[Tensor, "k"], router, norm_topk_prob, is_full, is_nested):
+    """A checkpointed block, alone or inside another, that is backpropagated before the backward that is compared."""
+    replay, k = RoutingReplay(), len(each)
+    block = Rounding(replay, partial(ROUTERS[router], k=k, norm_topk_prob=norm_topk_prob, experts=None), is_full)
+    run = partial(checkpoint, use_reentrant=False, context_fn=replay.contexts)
+    y = run(partial(run, block), logits, table) if is_nested else run(block, logits, table)
+    if trained := [x for x in (logits, table) if x.requires_grad and y.requires_grad]:
+        torch.autograd.grad(y.sum(), trained, retain_graph=True)
+    return y
+
+
+@pytest.mark.parametrize("declared", [replayed_gates, recomputed_choices], ids=lambda declared: declared.name)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
-    check_cases(replayed_gates, 40 if engine == "lockstep" else 3, engine=engine)
+def test_parity(declared, engine):
+    check_cases(declared, 40 if engine == "lockstep" else 3, engine=engine)
 
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0], [2.0, 2.0, 5.0], [0.0, -1.0, 1.0]])

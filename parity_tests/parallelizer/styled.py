@@ -82,9 +82,9 @@ class Stacks(nn.Module):
 
 
 def styled(
-    mesh: Any, module: nn.Module, plan: Mapping[str, str], frozen: str | None = None, by_torch: bool = False
+    mesh: Any, module: nn.Module, plan: Mapping[str, Any], frozen: str | None = None, by_torch: bool = False
 ) -> nn.Module:
-    """The module under a plan of names, one parameter frozen. A stack's entry is written `module:parameter`.
+    """The module under a plan of names or styles, one parameter frozen. A stack's entry is written `module:parameter`.
 
     `by_torch` applies the styles by torch's own function, as a caller may.
     """
@@ -94,7 +94,7 @@ def styled(
     for key, name in plan.items():
         path, _, parameter = key.partition(":")
         if not parameter:
-            styles[path] = translate_to_torch_parallel_style(name)
+            styles[path] = translate_to_torch_parallel_style(name) if isinstance(name, str) else name
     for key, name in plan.items():
         path, _, parameter = key.partition(":")
         if parameter:

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from parity_tests.parallelizer.families import Chosen, empty, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
+from parity_tests.parallelizer.test_lora import ALPHA, adapted_layer
 from parity_tests.parallelizer.training import parallelized
 from shardproof import CaseSpec, check_cases, scheme, values
 from shardproof.engines.engines import run
@@ -137,21 +138,33 @@ class Grouped(nn.Module):
         return self.o_proj(torch.einsum("hsS,Shp->shp", scores, v).flatten(1))
 
 
-def grouped_reference(x, query, key, value, out, sinks, cotangent, weights, is_frozen):
-    def forward(x, query, key, value, out, sinks):
-        q = jnp.einsum("sd,hpd->shp", x, query)
-        k, v = (jnp.einsum("sd,gpd->sgp", x, each) for each in (key, value))
-        q = q.reshape(len(x), key.shape[0], -1, q.shape[-1])
-        of_sinks = jnp.broadcast_to(sinks.reshape(*q.shape[1:3], 1, 1), (*q.shape[1:3], len(x), 1))
-        logits = jnp.concatenate([jnp.einsum("sgrp,Sgp->grsS", q, k), of_sinks], -1)
-        scores = jax.nn.softmax(logits, -1)[..., :-1]
-        return jnp.einsum("grsS,Sgp->sgrp", scores, v).reshape(len(x), -1) @ out.T
+def grouped(x, query, key, value, out, sinks):
+    q = jnp.einsum("sd,hpd->shp", x, query)
+    k, v = (jnp.einsum("sd,gpd->sgp", x, each) for each in (key, value))
+    q = q.reshape(len(x), key.shape[0], -1, q.shape[-1])
+    of_sinks = jnp.broadcast_to(sinks.reshape(*q.shape[1:3], 1, 1), (*q.shape[1:3], len(x), 1))
+    logits = jnp.concatenate([jnp.einsum("sgrp,Sgp->grsS", q, k), of_sinks], -1)
+    scores = jax.nn.softmax(logits, -1)[..., :-1]
+    return jnp.einsum("grsS,Sgp->sgrp", scores, v).reshape(len(x), -1) @ out.T
 
-    return differentiated(forward, (x, query, key, value, out, sinks), cotangent, weights, 2 if is_frozen else None)
+
+def grouped_reference(x, query, key, value, out, sinks, cotangent, weights, is_frozen):
+    return differentiated(grouped, (x, query, key, value, out, sinks), cotangent, weights, 2 if is_frozen else None)
+
+
+def adapted_reference(x, query, key, value, out, sinks, a, b, cotangent, weights):
+    """The weights of keys are frozen, and have an adapter."""
+
+    def forward(x, a, b):
+        return grouped(x, query, key + ALPHA / len(a) * jnp.einsum("gpr,rd->gpd", b, a), value, out, sinks)
+
+    return differentiated(forward, (x, a, b), cotangent, weights)
 
 
 HEADS = {"x": "s d tp=I", "query": "h p d tp=I", "key": "g p d tp=I", "value": "g p d tp=I", "out": "d c tp=I"}
 HEADS["sinks"] = "h tp=I"
+ADAPTED = {**HEADS, "a": "r d tp=I", "b": "g p r tp=I"}
+PLAN = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "o_proj": "rowwise", "": "per_head"}
 
 
 @scheme(
@@ -168,15 +181,39 @@ HEADS["sinks"] = "h tp=I"
 )
 def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, sinks, cotangent, weights, is_frozen, times):
     projections = [*(each.flatten(0, 1) for each in (query, key, value)), out]
-    plan = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise"), "o_proj": "rowwise", "": "per_head"}
     attention = Grouped(len(query), query.shape[1], projections, sinks)
-    module = styled(mesh, attention, plan, "k_proj.weight" if is_frozen else None)
+    module = styled(mesh, attention, PLAN, "k_proj.weight" if is_frozen else None)
     y, moved, of = accumulated(module, (x,), cotangent, weights, times)
     named = {"q_proj": query, "k_proj": key, "v_proj": value, "o_proj": out}
     return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items()), of["sinks"]
 
 
-@pytest.mark.parametrize("scheme", [packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks], ids=lambda s: s.name)
+@scheme(
+    reference=adapted_reference,
+    mesh={"tp": (1, 2, 4)},
+    inputs={**ADAPTED, "cotangent": "s d tp=I", "weights": "n tp=I"},
+    outputs=("s d tp=I", "s d tp=I", "r d tp=I", "g p r tp=I"),
+    dims={"s": (5,), "d": (3,), "h": (4, 8), "g": (2, 1, 4), "p": (2,), "c": "h*p", "n": (3,), "r": (3, 2)},
+    rank_options={"times": (1, 2, 3)},
+    nograd=(*ADAPTED, "cotangent", "weights"),
+    draw=dict.fromkeys((*ADAPTED, "cotangent", "weights"), ORDINARY),
+    dtypes=("float64",),
+    roundings=8,  # the products with W, A and B and their sum, before attention
+)
+def adapted_heads_of_keys(mesh, x, query, key, value, out, sinks, a, b, cotangent, weights, times):
+    projections = [*(each.flatten(0, 1) for each in (query, key, value)), out]
+    attention = Grouped(len(query), query.shape[1], projections, sinks)
+    attention.requires_grad_(False)
+    attention.k_proj = adapted_layer(projections[1], None, a, b.flatten(0, 1), None)
+    y, moved, of = accumulated(styled(mesh, attention, PLAN), (x,), cotangent, weights, times)
+    return y, *moved, of["k_proj.lora_A.weight"], of["k_proj.lora_B.weight"].view(b.shape)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks, adapted_heads_of_keys],
+    ids=lambda s: s.name,
+)
 def test_parity(scheme):
     check_cases(scheme, 20)
 

@@ -4,11 +4,14 @@ import re
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from jax_ref.parallelizer import lora_weight
 from parity_tests.parallelizer.families import Chosen, batch, model_of
@@ -35,17 +38,25 @@ ALPHA = 3.0
 TRAINED = ("lora_A.weight", "lora_B.weight", "lora_magnitude")
 
 
-def adapted_layer(weight, bias, a, b, magnitude):
-    """A layer with these values; without a magnitude it is no DoRA."""
+def adapted_layer(weight, bias, a, b, magnitude, is_bias_trained=False):
+    """A layer with these values; without a magnitude it is no DoRA. A caller may train its bias too."""
     with torch.random.fork_rng(devices=[]):
         layer = LoRALinear(linear_layer(weight, bias), len(a), ALPHA, dora=magnitude is not None)
     layer.requires_grad_(False)
+    if bias is not None:
+        layer.bias.requires_grad_(is_bias_trained)
     given = {"lora_A": (layer.lora_A, "weight", a), "lora_B": (layer.lora_B, "weight", b)}
     if magnitude is not None:
         given["lora_magnitude"] = (layer, "lora_magnitude", magnitude)
     for owner, name, value in given.values():
         owner.register_parameter(name, nn.Parameter(value.clone()))
     return layer
+
+
+def merged_twice(layer):
+    """The full weight of a layer that is merged, and merged again; and then unmerged."""
+    merged = to_cpu(merge_lora(merge_lora(layer)).weight).detach().clone()
+    return merged, to_cpu(unmerge_lora(layer).weight).detach()
 
 
 def gradients_of(outcome, prefix=""):
@@ -64,18 +75,21 @@ DECLARED = dict(
 )
 
 
-def whole_layer(x, weight, bias, a, b, magnitude, cotangent, weights):
-    def forward(x, a, b, magnitude):
+def whole_layer(x, weight, bias, a, b, magnitude, cotangent, weights, is_bias_trained):
+    def forward(x, bias, a, b, magnitude):
         return x @ lora_weight(weight, a, b, ALPHA / len(a), magnitude).T + bias[None]
 
-    return differentiated(forward, (x, a, b, magnitude), cotangent, weights)
+    frozen = None if is_bias_trained else 1
+    outputs = differentiated(forward, (x, bias, a, b, magnitude), cotangent, weights, frozen)
+    return *outputs, lora_weight(weight, a, b, ALPHA / len(a), magnitude), weight
 
 
-def whole_layer_without_magnitude(x, weight, bias, a, b, cotangent, weights):
-    def forward(x, a, b):
+def whole_layer_without_magnitude(x, weight, bias, a, b, cotangent, weights, is_bias_trained):
+    def forward(x, bias, a, b):
         return x @ lora_weight(weight, a, b, ALPHA / len(a)).T + bias[None]
 
-    return differentiated(forward, (x, a, b), cotangent, weights)
+    outputs = differentiated(forward, (x, bias, a, b), cotangent, weights, None if is_bias_trained else 1)
+    return *outputs, lora_weight(weight, a, b, ALPHA / len(a)), weight
 
 
 WHOLE = ("colwise_gather_output", "rowwise_split_input", "replicate")
@@ -86,12 +100,13 @@ def of_layer(has_magnitude):
     """The declaration of one layer that takes and returns what is whole."""
     inputs = {"x": "b i tp=I", **ADAPTER} | ({"magnitude": "o tp=I"} if has_magnitude else {})
     floats = {**inputs, "cotangent": "b o tp=I", "weights": "n tp=I"}
-    gradients = ("b i tp=I", "r i tp=I", "o r tp=I") + (("o tp=I",) if has_magnitude else ())
+    gradients = ("b i tp=I", "o tp=I", "r i tp=I", "o r tp=I") + (("o tp=I",) if has_magnitude else ())
     return scheme(
         reference=whole_layer if has_magnitude else whole_layer_without_magnitude,
         inputs=floats,
-        outputs=("b o tp=I", *gradients),
+        outputs=("b o tp=I", *gradients, "o i tp=I", "o i tp=I"),
         dims={"b": (2,), "i": (5, 4), "o": (7, 4), "r": (2, 3), "n": (3,)},
+        options={"is_bias_trained": (False, True)},
         rank_options={"times": (1, 2), "style": WHOLE},
         nograd=tuple(floats),
         draw=dict.fromkeys(floats, NORMAL),
@@ -100,17 +115,17 @@ def of_layer(has_magnitude):
 
 
 @of_layer(has_magnitude=False)
-def lora_layer(mesh, x, weight, bias, a, b, cotangent, weights, times, style):
-    layer = styled(mesh, adapted_layer(weight, bias, a, b, None), {"": style})
+def lora_layer(mesh, x, weight, bias, a, b, cotangent, weights, is_bias_trained, times, style):
+    layer = styled(mesh, adapted_layer(weight, bias, a, b, None, is_bias_trained), {"": style})
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
-    return y, *moved, *gradients_of(outcome)
+    return y, *moved, outcome["bias"], *gradients_of(outcome), *merged_twice(layer)
 
 
 @of_layer(has_magnitude=True)
-def dora_layer(mesh, x, weight, bias, a, b, magnitude, cotangent, weights, times, style):
-    layer = styled(mesh, adapted_layer(weight, bias, a, b, magnitude), {"": style})
+def dora_layer(mesh, x, weight, bias, a, b, magnitude, cotangent, weights, is_bias_trained, times, style):
+    layer = styled(mesh, adapted_layer(weight, bias, a, b, magnitude, is_bias_trained), {"": style})
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
-    return y, *moved, *gradients_of(outcome)
+    return y, *moved, outcome["bias"], *gradients_of(outcome), *merged_twice(layer)
 
 
 PAIR = shape(
@@ -119,13 +134,16 @@ PAIR = shape(
 )  # fmt: skip
 
 
-def whole_pair(x, up, up_a, up_b, up_m, down, down_a, down_b, down_m, bias, cotangent, weights, dora):
-    def forward(x, up_a, up_b, up_m, down_a, down_b, down_m):
+def whole_pair(x, up, up_a, up_b, up_m, down, down_a, down_b, down_m, bias, cotangent, weights, dora, is_bias_trained):
+    def forward(x, up_a, up_b, up_m, down_a, down_b, down_m, bias):
         scaling = ALPHA / len(up_a)
         inner = jax.nn.silu(x @ lora_weight(up, up_a, up_b, scaling, up_m if dora else None).T)
-        return inner @ lora_weight(down, down_a, down_b, scaling, down_m if dora else None).T + bias[None]
+        return inner @ lora_weight(down, down_a, down_b, scaling, down_m if dora else None).T + jnp.broadcast_to(
+            bias, x.shape
+        )
 
-    return differentiated(forward, (x, up_a, up_b, up_m, down_a, down_b, down_m), cotangent, weights)
+    moving = (x, up_a, up_b, up_m, down_a, down_b, down_m, bias)
+    return differentiated(forward, moving, cotangent, weights, None if is_bias_trained else 7)
 
 
 class Pair(nn.Module):
@@ -137,33 +155,55 @@ class Pair(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
-@scheme(
-    reference=whole_pair,
-    inputs={"x": "b d tp=I", **PAIR, "cotangent": "b d tp=I", "weights": "n tp=I"},
-    outputs=("b d tp=I", "b d tp=I", "r d tp=I", "f r tp=I", "f tp=I", "r f tp=I", "d r tp=I", "d tp=I"),
-    dims={"b": (2,), "d": (3,), "f": (5, 8), "r": (2,), "n": (3,)},
-    options={"dora": (False, True)},
-    rank_options={"times": (1, 2)},
-    nograd=("x", *PAIR, "cotangent", "weights"),
-    draw=dict.fromkeys(("x", *PAIR, "cotangent", "weights"), NORMAL),
-    **DECLARED,
-)
+def of_pair(rows, dims):
+    """The declaration of a pair that takes and returns these rows."""
+    return scheme(
+        reference=whole_pair,
+        inputs={"x": rows, **PAIR, "cotangent": rows, "weights": "n tp=I"},
+        outputs=(rows, rows, "r d tp=I", "f r tp=I", "f tp=I", "r f tp=I", "d r tp=I", "d tp=I", "d tp=I"),
+        dims={"b": (2,), "d": (3,), "f": (5, 8), "r": (2,), "n": (3,), **dims},
+        options={"dora": (False, True), "is_bias_trained": (False, True)},
+        rank_options={"times": (1, 2)},
+        nograd=("x", *PAIR, "cotangent", "weights"),
+        draw=dict.fromkeys(("x", *PAIR, "cotangent", "weights"), NORMAL),
+        **DECLARED,
+    )
+
+
+@of_pair("b d tp=I", {})
 def lora_pair(
-    mesh, x, up, up_a, up_b, up_m, down, down_a, down_b, down_m, bias, cotangent, weights, dora, times
+    mesh, x, up, up_a, up_b, up_m, down, down_a, down_b, down_m, bias, cotangent, weights, dora, is_bias_trained, times
 ):  # fmt: skip
     """Column-wise, then row-wise, between them this rank's columns."""
+    adapters = (up_a, up_b, up_m), (down_a, down_b, down_m)
+    plan = {"up": "colwise", "down": "rowwise"}
+    return of_styled_pair(mesh, plan, x, up, down, adapters, bias, cotangent, weights, dora, is_bias_trained, times)
+
+
+@of_pair("b s/tp d", {"s": "l*tp", "l": (2, 1)})
+def lora_pair_of_positions(
+    mesh, x, up, up_a, up_b, up_m, down, down_a, down_b, down_m, bias, cotangent, weights, dora, is_bias_trained, times
+):  # fmt: skip
+    """The same between layers of sequence parallelism: the first gathers the positions, the second scatters its sum."""
+    adapters = (up_a, up_b, up_m), (down_a, down_b, down_m)
+    plan = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+    return of_styled_pair(mesh, plan, x, up, down, adapters, bias, cotangent, weights, dora, is_bias_trained, times)
+
+
+def of_styled_pair(mesh, plan, x, up, down, adapters, bias, cotangent, weights, dora, is_bias_trained, times):
+    (up_a, up_b, up_m), (down_a, down_b, down_m) = adapters
     layers = (
         adapted_layer(up, None, up_a, up_b, up_m if dora else None),
-        adapted_layer(down, bias, down_a, down_b, down_m if dora else None),
+        adapted_layer(down, bias, down_a, down_b, down_m if dora else None, is_bias_trained),
     )
-    module = styled(mesh, Pair(*layers), {"up": "colwise", "down": "rowwise"})
+    module = styled(mesh, Pair(*layers), plan)
     y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
     for name, magnitude in (("up", up_m), ("down", down_m)):
         outcome.setdefault(f"{name}.lora_magnitude", torch.zeros_like(magnitude))
-    return y, *moved, *gradients_of(outcome, "up."), *gradients_of(outcome, "down.")
+    return y, *moved, *gradients_of(outcome, "up."), *gradients_of(outcome, "down."), outcome["down.bias"]
 
 
-SCHEMES = (lora_layer, dora_layer, lora_pair)
+SCHEMES = (lora_layer, dora_layer, lora_pair, lora_pair_of_positions)
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)

@@ -119,14 +119,22 @@ def note_widths(net, width):
     dims={"d": (4, 3), "c": "d", "f": (5, 2), "o": (2,), "k": (3,), "one": (1,)},
     draw={name: values("normal") for name in ("x", *(f"parameters.{leaf}" for leaf in flat(TREE)))},
     options={"is_frozen": (False, True), "is_cast": (False, True)},
-    rank_options={"resharded": (None, True, False), "recomputed": (False, True), "microbatches": (1, 2)},
+    rank_options={
+        "resharded": (None, True, False),
+        "recomputed": (False, True),
+        "microbatches": (1, 2),
+        "has_policy": (True, False),
+    },
     nograd=("x",),
     dtypes=("float32", "bfloat16"),
     roundings=16,
     reduction=("b", "d", "f"),
 )
-def step_of_two_dtypes(mesh, x, parameters, is_frozen, is_cast, resharded, recomputed, microbatches):
-    """Routers, scales, gains and head are float64 beside float32, and float32 beside bfloat16."""
+def step_of_two_dtypes(mesh, x, parameters, is_frozen, is_cast, resharded, recomputed, microbatches, has_policy):
+    """Routers, scales, gains and head are float64 beside float32, and float32 beside bfloat16.
+
+    Beside float64 the default policy keeps dtypes too.
+    """
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     wide_names = {*RARER, *GAINS}
     leaves = {
@@ -139,7 +147,8 @@ def step_of_two_dtypes(mesh, x, parameters, is_frozen, is_cast, resharded, recom
         net = net_of(dict(zip(leaves, weights, strict=True)), is_frozen)
         switches = {"reshard_after_forward": resharded, "activation_checkpointing": recomputed}
         policy = MixedPrecisionPolicy(param_dtype=x.dtype if is_cast else None, reduce_dtype=wide)
-        fsdp2_strategy_parallelize(net, mesh.device_mesh, policy, **switches)
+        keeps = not is_cast and wide == torch.float64
+        fsdp2_strategy_parallelize(net, mesh.device_mesh, policy if has_policy or not keeps else None, **switches)
         widths = note_widths(net, torch.finfo(x.dtype).bits)
         return net, [net(rows).square().sum() / numbers for rows in x.tensor_split(microbatches)]
 

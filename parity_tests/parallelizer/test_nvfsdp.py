@@ -66,7 +66,7 @@ def descent(net):
         "cotangent": "b/dp_replicate/dp_shard o tp=I",
     },
     outputs=("b/dp_replicate/dp_shard o tp=I", *WEIGHTS.values(), *WEIGHTS.values(), f"m {EVERYWHERE}"),
-    dims={"b": (4,), "d": (3,), "f": (4, 5), "o": (2,), "m": (2,)},
+    dims={"b": (4,), "d": (3,), "f": (4, 5), "o": (2, 1), "m": (2,)},  # with one row of the head a rank has none
     options={"recomputes": (False, True)},
     rank_options={
         "strategy": STRATEGIES,

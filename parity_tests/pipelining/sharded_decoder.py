@@ -134,15 +134,18 @@ def names_of_stages(count):
 
 
 def file_of(name, ranks, count, source, folder):
-    """The order of a schedule as a file: alone, with all communication, or with all but reductions."""
+    """The order of a schedule as a file: alone, with all communication, or with all but some reductions."""
     order, placed = (
         schedule_order(name, ranks, MICROBATCHES, count // ranks),
         stage_to_rank(ranks, count, RULES[name].style),
     )
     if "complete" in source:
         order = with_communication(order, placed, MICROBATCHES)
-    if source == "complete but reductions":
-        order = [[action for action in row if not action or action.kind != "REDUCE_GRAD"] for row in order]
+    if "but" in source:  # no reductions, or none of a rank's second stage
+        left_out = 0 if source == "complete but reductions" else ranks
+        order = [
+            [each for each in row if not each or each.kind != "REDUCE_GRAD" or each.stage < left_out] for row in order
+        ]
     return written(folder, dumped(order))
 
 

@@ -14,7 +14,7 @@ from torch_impl.pipelining.named_schedules import RULES
 
 # Each layer stores twice, forward and backward, and a loss and a gradient are sums over all of them.
 ROUNDINGS = 40
-MICROBATCHES, LAYERS = 8, 8  # numbers that every schedule takes over 1 to 4 ranks
+MICROBATCHES, LAYERS = (8, 3, 4, 6), 8  # every schedule takes 8 over 1 to 4 ranks, and some take fewer
 
 
 def reference_loss(parameters, x, target):
@@ -36,11 +36,12 @@ def accumulated(x, target, w1, w2):
     mesh={"pp": (1, 2, 3, 4)},
     inputs={"x": "m b d pp=R", "target": "m b d pp=R", "w1": "l d e pp=R", "w2": "l e d pp=R"},
     outputs={"losses": "m pp=P", "w1": "l d e pp=P", "w2": "l e d pp=P", "astray": "m pp=P"},
-    dims={"m": (MICROBATCHES,), "b": (2,), "d": (3,), "e": (4,), "l": (LAYERS,)},
+    dims={"m": MICROBATCHES, "b": (2,), "d": (3,), "e": (4,), "l": (LAYERS,)},
     draw=dict.fromkeys(("x", "target", "w1", "w2"), values("normal")),
     nograd=("x", "target", "w1", "w2"),
     rank_options={"name": tuple(RULES), "source": ("name", "file")},
     dtypes=("float64", "float32"),
+    assume=lambda case: RULES[case.name].accepts(case.m, case.pp),
     reduction=("m", "b", "l", "d", "e"),
     roundings=ROUNDINGS,
     # torch 2.11 compares the strides of a stage's inputs, and rejects a view's.

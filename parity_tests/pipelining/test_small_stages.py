@@ -80,7 +80,7 @@ def of_tied(token, target, table, layers, norm, tie, steps):
     draw={"token": token_below("v"), **dict.fromkeys(FLOATS, values("normal"))},
     nograd=FLOATS,
     options={"tie": TIES, "steps": (2, 1)},
-    rank_options={"name": LOOPED},
+    rank_options={"name": (*LOOPED, tied_decoder.FROM_LAST)},
     dtypes=("float64", "float32"),
     reduction=("b", "s", "v", "d"),
     roundings=40,
@@ -219,7 +219,9 @@ DURATIONS = ("forward", "backward")
 
 
 def placed_over(pp, style, chunks):
-    """Some stages on each rank, dealt out in turn or turning round each time."""
+    """Some stages on each rank: dealt out in turn, turning round each time, or neighbours on one rank."""
+    if style == "blocks":
+        return [stage // chunks for stage in range(chunks * pp)]
     return [
         rank for chunk in range(chunks) for rank in (reversed(range(pp)) if style == "v" and chunk % 2 else range(pp))
     ]
@@ -257,9 +259,11 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
     makespan = jnp.stack([*ends.values()]).max()
     idle = makespan - jnp.stack(busy)
     live = jnp.asarray([peak_live(row) for row in order], forward.dtype)
+    chunk = [placed[:stage].count(rank) for stage, rank in enumerate(placed)]
     return {
         **{name: jnp.concatenate([each, unused]) for name, each in stages.items()},
         "idle": idle, "bubble": idle / makespan, "live": live,
+        "chunk": jnp.asarray(chunk + [0] * (len(forward) - len(placed)), forward.dtype),
     }  # fmt: skip
 
 
@@ -269,12 +273,13 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
     inputs={**dict.fromkeys(DURATIONS, "k pp=I"), "p2p": "pp=I"},
     outputs={
         "of_forward": "k m pp=I", "of_backward": "k m pp=I", "idle": "r/pp", "bubble": "r/pp", "live": "r/pp",
+        "chunk": "k pp=I",
     },
     dims={"k": "4*pp", "m": (MICROBATCHES,), "r": "pp"},
     draw=dict.fromkeys((*DURATIONS, "p2p"), values("normal")),
     nograd=(*DURATIONS, "p2p"),
     options={
-        "style": ("loop", "v"), "chunks": (2, 1, 4), "filled": ("all", "two", "two, halved"),
+        "style": ("loop", "v", "blocks"), "chunks": (2, 1, 4), "filled": ("all", "two", "two, halved"),
         "sends": ("none", "at once", "late"),
     },
     dtypes=("float64",),
@@ -283,20 +288,25 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
 def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, sends):
     """When each forward and backward ends, how long each rank waits, and for how many chunks it stores activations.
 
-    Messages take time between two ranks.
+    Messages take time between two ranks. Ranks are in a list by stage, or in a dict that has the last stage first.
     """
     pp = mesh.size("pp")
-    order = written(placed_over(pp, style, chunks), filled, sends)
+    placed = placed_over(pp, style, chunks)
+    order = written(placed, filled, sends)
     f, b = (x.abs().tolist() for x in (forward, backward))
     times = Times(f=f, i=b, w=f if filled == "two, halved" else 0.0, p2p=p2p.abs().item())
     actions = [[Action(*action) for action in row] for row in order]
-    timeline = simulate(actions, stage_to_rank(pp, chunks * pp, style), times)
+    first, last = dict([*enumerate(placed)][:-1]), {len(placed) - 1: placed[-1]}
+    by_stage = last | first if style == "blocks" else stage_to_rank(pp, chunks * pp, style)
+    timeline = simulate(actions, by_stage, times)
     ends = torch.zeros(2, len(forward), MICROBATCHES, dtype=forward.dtype)
     for event in timeline.events:
         if event.action.kind != "W":
             place = event.action.stage, event.action.microbatch
             ends[0 if event.action.kind == "F" else 1][place] = event.stop
     ends = ends.to(forward.device)
+    chunk = [timeline.chunk(stage) for stage in range(len(placed))] + [0] * (len(forward) - len(placed))
     facts = (timeline.idle, timeline.bubble, timeline.peak_live)
     of_rank = (forward.new_tensor([float(each[mesh.rank("pp")])]) for each in facts)
-    return dict(zip(("of_forward", "of_backward", "idle", "bubble", "live"), (*ends, *of_rank), strict=True))
+    outputs = (*ends, *of_rank, forward.new_tensor(chunk))
+    return dict(zip(("of_forward", "of_backward", "idle", "bubble", "live", "chunk"), outputs, strict=True))

@@ -1,11 +1,17 @@
 """A small decoder with tied weights in stages, and the gradient of each copy of a tied weight after a step."""
 
+import os
+import tempfile
+
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from parity_tests.pipelining.sharded_decoder import Decoder, Residual
+from parity_tests.pipelining.written_orders import fill_and_drain
+from torch_impl.pipelining import write_csv
 from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.order import Action
 from torch_impl.pipelining.partition import stage_ids_this_rank
 from torch_impl.pipelining.schedule import build_pipeline_schedule, scale_grads_by_divisor
 from torch_impl.pipelining.shapes import _precompute_stage_shapes, reset_pp_stage_shapes
@@ -15,6 +21,7 @@ from torch_impl.pipelining.tied_weights import distinct_parameters
 RATE = 0.1
 LAYERS = 12  # as numbers of one digit and of two
 SHARED_LAYERS = (1, 10)
+FROM_LAST = "from the last rank"
 TIES = ("one", "frozen", "absent", "transposed", "two", "half")
 INTO, OUT = 3.0, 2.0  # factors of what enters the first stage's layers, and of what leaves the last stage
 
@@ -55,6 +62,20 @@ def in_stages(mesh, model, schedule, **options):
     return stages
 
 
+def scheduled(mesh, model, name, microbatches):
+    """This rank's stages and their schedule, by a name, or from a file in which the last rank has the first stages."""
+    if name != FROM_LAST:
+        stages = in_stages(mesh, model, name)
+        return stages, build_pipeline_schedule(None, name, 1, microbatches, stages, loss_of)
+    ranks = mesh.size("pp")
+    order = fill_and_drain([ranks - 1 - stage // 2 for stage in range(2 * ranks)], microbatches)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "schedule.csv")
+        write_csv([[Action(*each) for each in row] for row in order], path)
+        stages = in_stages(mesh, model, None, pipeline_parallel_schedule_csv=path)
+        return stages, build_pipeline_schedule(path, None, 1, microbatches, stages, loss_of)
+
+
 def stepped(schedule, stages, token, target, step=None):
     """The losses of a step on the rank of the last stage; `step` is the schedule's own, or its evaluation."""
     local, losses = {stage.stage_index for stage in stages}, []
@@ -68,8 +89,7 @@ def tied_gradients(mesh, tie, steps, name, token, target, table, layers, norm):
 
     An evaluation comes first and leaves no gradient; after each step every stage moves its own parameters.
     """
-    stages = in_stages(mesh, tied(tie, table, layers, norm), name)
-    schedule = build_pipeline_schedule(None, name, 1, len(token), stages, loss_of)
+    stages, schedule = scheduled(mesh, tied(tie, table, layers, norm), name, len(token))
     loss = table.new_zeros(())
     if tie == "half":
         accepted = is_accepted(schedule, stages, token, target)
@@ -145,7 +165,10 @@ def told_again(mesh, name, token, target, values, has_head):
     stages = in_stages(mesh, model, name)
     change_ends(stages)
     rows, length = token.shape
-    by_two, by_one = (build_pipeline_schedule(None, name, size, rows, stages, loss_of) for size in (2, 1))
+    by_two, by_one = (
+        build_pipeline_schedule(None, name, size, rows, each, loss_of)
+        for size, each in ((2, stages), (1, stages[::-1]))
+    )
     _precompute_stage_shapes(stages, config, 2, length)
     losses = [stepped(by_two, stages, token, target)]
     reset_pp_stage_shapes(by_one, stages, config, 1, length)

@@ -64,10 +64,11 @@ class RoutingReplay:
                     f"RoutingReplay.route: the recompute calls a router more often than the forward, which did "
                     f"{current.calls} times; checkpoint a block whose forward depends on its arguments alone"
                 )
-            options["experts"] = current.experts[current.calls]
+            options["experts"] = current.experts[current.calls].clone()
         routing = router(*args, **options)
         if not current.is_recompute:
-            current.experts.append(routing[1].detach())
+            # Copies, since the block may change its ids in place, such as to -1 beyond an expert's capacity.
+            current.experts.append(routing[1].detach().clone())
         current.calls += 1
         return routing
 

@@ -5,10 +5,13 @@ exact as the numbers it compares. Ties go to the lower expert id, so that ranks 
 
 With `experts`, each router takes these ids instead of its own choice: of the sampler that generated the tokens, or of
 the forward that a backward recomputes (`RoutingReplay`). Gates and their gradients are then of the scores at these ids.
-An id that is no expert's, such as -1 for padding, has a gate of 0 and no gradient.
+An id that is no expert's, such as -1 for padding, has a gate of 0 and no gradient. The logits of a row without an
+expert may be anything, also NaN: its probabilities are those of equal logits.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +40,7 @@ def softmax_top_k(
     Source: arXiv 2101.03961.
     """
     _check_k(k, logits, experts)
-    probabilities = logits.to(accumulator(logits.dtype)).softmax(-1)
+    probabilities = _wide(logits, experts).softmax(-1)
     experts = _largest(probabilities, k) if experts is None else experts.long()
     gates = _at(probabilities, experts, 0.0)
     return _over_their_sum(gates) if norm_topk_prob else gates, experts, probabilities
@@ -58,7 +61,7 @@ def top_k_softmax(
     Source: arXiv 2401.04088.
     """
     _check_k(k, logits, experts)
-    scores = logits.to(accumulator(logits.dtype))
+    scores = _wide(logits, experts)
     experts = _largest(scores, k) if experts is None else experts.long()
     gates = _at(scores, experts, -torch.inf).softmax(-1)
     # The softmax of a row without an expert would be NaN.
@@ -95,7 +98,7 @@ def sigmoid_top_k(
     """
     _check_k(k, logits, experts)
     _check_groups(logits.shape[-1], k, groups, chosen_groups)
-    scores = logits.to(accumulator(logits.dtype)).sigmoid()
+    scores = _wide(logits, experts).sigmoid()
     # Biased scores decide the choice and have no gradient; the gates are the scores without the bias.
     biased = scores.detach() + bias.detach()
     experts = _largest(_within_groups(biased, groups, chosen_groups), k) if experts is None else experts.long()
@@ -118,6 +121,29 @@ def balanced_bias(bias: Sharded[Tensor, "e"], counts: ShardedInt[Tensor, "e"], r
     # Compare e * counts with their sum in integers: the mean is not rounded, and a load equal to it leaves the bias.
     direction = (counts.sum() - counts.numel() * counts).sign()
     return bias.detach() + rate * direction.to(bias.dtype)
+
+
+def _wide(logits: Tensor, experts: Tensor | None) -> Tensor:
+    """The logits in float32 or wider, with 0 in rows without an expert among the given ones."""
+    wide = logits.to(accumulator(logits.dtype))
+    return wide if experts is None else _OfTokens.apply(wide, _is_expert(experts, logits).any(-1, keepdim=True))
+
+
+class _OfTokens(torch.autograd.Function):
+    """x with 0 in rows that are no tokens, before any score of them: the gradient of NaN * 0 is NaN.
+
+    A checkpoint compares what a forward and its recompute save, and only the recompute has given experts: so this saves
+    its mask by itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, is_token: Tensor) -> Tensor:
+        ctx.is_token = is_token
+        return x.where(is_token, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return cotangent.where(ctx.is_token, 0.0), None
 
 
 def _check_k(k: int, logits: Tensor, experts: Tensor | None) -> None:

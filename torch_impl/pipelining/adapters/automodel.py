@@ -110,7 +110,7 @@ class AutoPipeline:
             model, loss_fn=loss_fn, parallelize_fn=parallelize_fn, **self._settings
         )
         self.info = PipelineInfo(True, schedule, has_first, has_last, parts, stages)
-        self._config = model.config
+        self._config = getattr(model, "config", None)  # read where shapes are set
         return self
 
     @contract("AutoPipeline.update_seq_len")
