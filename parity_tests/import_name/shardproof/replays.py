@@ -128,6 +128,14 @@ def constants_of(file: str | Path) -> dict[str, str]:
     }
 
 
+def case_of(text: str, file: str) -> CaseSpec:
+    """The case of a replay file, from its JSON. Errors: ValueError, which names the file."""
+    try:
+        return CaseSpec.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{file}: CASE cannot be read: {error}") from None
+
+
 def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: str | None = None) -> Declared:
     """The scheme of a replay, from its pickle or its declaring file, on its implementation."""
     scheme = _declared(case, source, replay_path)
@@ -210,7 +218,7 @@ def replay(
     """
     engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
     return supervised(
-        lambda: guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))
+        lambda: guarded(lambda: rerun(case_of(case_json, file), source, file, engine, repeat, implementation))
     )
 
 

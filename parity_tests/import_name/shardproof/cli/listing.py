@@ -14,7 +14,7 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.endings.exit_status import EQUAL
 from shardproof.engines.ledger import Ledger
-from shardproof.replays import constants_of, load_scheme, reruns
+from shardproof.replays import case_of, constants_of, load_scheme, reruns
 from shardproof.report import picture, summary
 from shardproof.report.declared_pictures import pictured_case
 from shardproof.report.guard import without_hiding
@@ -148,8 +148,5 @@ def _recorded(file: str) -> tuple[CaseSpec, Declared]:
         raise discover.UnusableTarget(f"cannot read {file}: {reason}") from None
     if not {"CASE", "SOURCE"} <= set(constants):
         raise discover.UnusableTarget(f"{file} is not a replay file: CASE or SOURCE is missing")
-    try:
-        case = CaseSpec.from_json(constants["CASE"])
-    except ValueError as error:
-        raise discover.UnusableTarget(f"{file}: CASE cannot be read: {error}") from None
+    case = case_of(constants["CASE"], file)
     return case, load_scheme(case, constants["SOURCE"], file, constants.get("IMPLEMENTATION"))

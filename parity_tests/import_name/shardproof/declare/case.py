@@ -144,7 +144,10 @@ class CaseSpec:
 
     @classmethod
     def from_json(cls, text: str) -> CaseSpec:
-        record = json.loads(text)
+        try:
+            record = json.loads(text)
+        except RecursionError:
+            raise ValueError("case: is nested too deep") from None
         if not isinstance(record, dict):
             raise ValueError(f"case: is a {type(record).__name__}; a case is a JSON object")
         missing = sorted({"mesh", "scheme"} - set(record))
@@ -159,6 +162,9 @@ class CaseSpec:
 
 def _check_kinds(record: dict[str, Any]) -> None:
     """ValueError unless each table of a record is one, with sizes in `dims` and a table for each layout and value."""
+    for key in ("scheme", "dtype", "engine"):
+        if not isinstance(record.get(key, ""), str):
+            raise ValueError(f"case: {key} is {record[key]!r}; it is a text")
     for key in ("mesh", "dims", "options", "conditions", "layouts", "lengths", "values"):
         table = record.get(key, {})
         if not isinstance(table, dict):
