@@ -226,9 +226,9 @@ def rerun(
     case: CaseSpec, source: str, file: str, engine: str | None, repeat: int, implementation: str | None = None
 ) -> int:
     """Verify a recorded case `repeat` times and print each report; returns the worst status."""
-    status = EQUAL
+    status, stream = EQUAL, sys.stdout  # which the file of the scheme may replace
     for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
-        print_report(report, sys.stdout)
+        print_report(report, stream)
         status = max(status, RANK_FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
     return status
 
