@@ -424,7 +424,7 @@ def _status_after_exit_functions(status: int) -> int:
 
 def _complain(sentence: str) -> None:
     if sys.stderr is not None:  # else `print` would take standard output
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
             print(f"shardproof: {sentence}", file=sys.stderr)
 
 

@@ -156,7 +156,7 @@ def complain(sentence: str) -> None:
     with console.capture() as captured:  # left to itself, rich would exit with 1 where nobody reads
         console.print(Sentence(f"shardproof: {sentence}", style="red"))
     if sys.stderr is not None:  # closed by the process that started this one
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
             sys.stderr.write(captured.get())
             sys.stderr.flush()
 
@@ -167,16 +167,24 @@ _replaced: list[Any] = []  # a stream that wraps another closes it when nothing 
 @contextmanager
 def own_output() -> Iterator[None]:
     """After this block, which runs a user's code, verdicts are printed where they would have been before it."""
-    before = sys.stdout, sys.stderr
+    before, copies = (sys.stdout, sys.stderr), dict[int, int]()
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            copies[number] = os.dup(number)
     try:
         yield
     finally:
-        now = sys.stdout, sys.stderr
-        for stream in now if now != before else ():
-            with contextlib.suppress(Exception):
+        for stream in (sys.stdout, sys.stderr):
+            if any(stream is each for each in before):
+                continue
+            with contextlib.suppress(Exception):  # a stream of a user's code may raise anything
                 stream.flush()
             _replaced.append(stream)
         sys.stdout, sys.stderr = before
+        for number, copy in copies.items():
+            with contextlib.suppress(OSError):  # a user's code has closed it too
+                os.dup2(copy, number)
+                os.close(copy)
 
 
 class _Unread(BaseException):
