@@ -346,13 +346,14 @@ OUTPUTS = {
     "taken apart": "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())\n",
     "closed below": "os.close(1)\nos.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n",
     "silent": "builtins.print = lambda *words, **how: None\n",
+    "of no text": "json.dumps = lambda *content, **how: '{}'\njson.loads = lambda text: {}\n",
 }
 
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_verdict_is_printed_whatever_the_file_prints_to(output):
-    file = written("wrong.py", "import builtins, codecs, io, os, sys\n", OUTPUTS[output], WRONG)
+    file = written("wrong.py", "import builtins, codecs, io, json, os, sys\n", OUTPUTS[output], WRONG)
     status, out, _ = verified(file, "--mesh", "tp=2", "--examples", "1")
     assert status == MISMATCH and out.splitlines()[-1] == "1 scheme, 1 mismatch, 0 not run."
     [replay] = Path().glob("replay_*.py")

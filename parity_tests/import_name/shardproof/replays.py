@@ -16,7 +16,7 @@ from shardproof.draw.size_choices import free_dims
 from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED, NotJudged
 from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.supervised import supervised
-from shardproof.report.guard import guarded
+from shardproof.report.guard import guarded, own_output
 from shardproof.report.out_path import naming
 from shardproof.report.sentence import print_report
 
@@ -226,9 +226,11 @@ def rerun(
     case: CaseSpec, source: str, file: str, engine: str | None, repeat: int, implementation: str | None = None
 ) -> int:
     """Verify a recorded case `repeat` times and print each report; returns the worst status."""
-    status, stream = EQUAL, sys.stdout  # which the file of the scheme may replace
-    for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
-        print_report(report, stream)
+    status = EQUAL
+    with own_output():
+        scheme = load_scheme(case, source, file, implementation)
+    for report in reruns(scheme, case, engine, repeat):
+        print_report(report, sys.stdout)
         status = max(status, RANK_FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
     return status
 

@@ -72,16 +72,16 @@ def replay_file(
     outcome = Outcome()
     with own_output():
         case, scheme = _recorded(file)
-        for report in reruns(scheme, case, engine, repeat):
-            outcome.reports.append(report)
-            if quiet:
-                text_stream.write(f"{report.scheme.rpartition(':')[2]}: {report.verdict}\n")
-            else:
-                print_report(report, text_stream)
-            if verbose:
-                text_stream.write(f"{report.ledger_text()}\n")
-            if traceback and report.failure is not None and report.failure.traceback:
-                text_stream.write(f"{report.failure.traceback}\n")
+    for report in reruns(scheme, case, engine, repeat):
+        outcome.reports.append(report)
+        if quiet:
+            text_stream.write(f"{report.scheme.rpartition(':')[2]}: {report.verdict}\n")
+        else:
+            print_report(report, text_stream)
+        if verbose:
+            text_stream.write(f"{report.ledger_text()}\n")
+        if traceback and report.failure is not None and report.failure.traceback:
+            text_stream.write(f"{report.failure.traceback}\n")
     texts = {
         html: lambda: page([replace(outcome.reports[-1], replay=file)]),
         json: lambda: summary.as_json(outcome),
