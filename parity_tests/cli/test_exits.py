@@ -110,14 +110,20 @@ def test_a_death_costs_one_verdict_and_all_files_are_written():
     status, out, err = verified(file, "--mesh", "tp=2", "--examples", "2", *itertools.chain(*files.items()))
     record = json.loads(Path("out.json").read_text())
     assert (status, record["status"], err) == (RANK_FAILED, RANK_FAILED, "")
-    assert [report["verdict"] for report in record["reports"]] == ["equal", "mismatch"]
-    assert list(record["not_judged"]) == list(DEATHS)
+    verdicts = {report["scheme"].rpartition(":")[2]: report for report in record["reports"]}
+    died = [name for name in DEATHS if name != "crashing_reference"]
+    assert {name: report["verdict"] for name, report in verdicts.items()} == {
+        "right": "equal", "wrong": "mismatch", **dict.fromkeys(died, "died")
+    }  # fmt: skip
+    said = record["not_judged"] | {name: f"scheme '{name}': {verdicts[name]['failure']}" for name in died}
     for (name, (text, sentence)), number in zip(DEATHS.items(), ("21 - 21", "22 - 22", "_exit(23)"), strict=True):
         at = f"dies.py:{line_of(file, number)}"
-        assert record["not_judged"][name].splitlines()[0] == f"scheme '{name}': {sentence.format(at=at)}", text
-        assert f"not judged: scheme '{name}'" in out
+        assert said[name].splitlines()[0] == f"scheme '{name}': {sentence.format(at=at)}", text
+    assert "not judged: scheme 'crashing_reference'" in out
+    assert "5 schemes, 1 mismatch, 2 with a failed rank, 0 not run, 1 not judged." in out
+    assert all(Path(verdicts[name]["replay"]).is_file() for name in died)
     cases = ElementTree.parse("out.xml").getroot().findall("testcase")
-    assert [case.get("name") for case in cases if case.find("error") is not None] == list(DEATHS)
+    assert [case.get("name") for case in cases if case.find("error") is not None] == ["crashing_reference"]
     assert all(name in Path("out.html").read_text() for name in DEATHS)
 
 
@@ -160,7 +166,7 @@ def test_a_rank_that_holds_the_interpreter_is_stalled():
     assert (status, err) == (RANK_FAILED, "")
     stalled = r"stalled: rank 1 has held the interpreter for \d+ s, in native code: it computes at holds.py:(\d+),"
     assert [int(line) for line in re.findall(stalled, out)] == [line_of(file, "(a+)+$")]
-    assert out.splitlines()[-1] == "2 schemes, 0 mismatches, 0 not run, 1 not judged."
+    assert out.splitlines()[-1] == "2 schemes, 0 mismatches, 1 with a failed rank, 0 not run."
 
 
 # The command, with shorter limits for a rank that computes.
@@ -330,6 +336,53 @@ def test_a_mismatch_outlives_what_the_file_does_to_sys():
     status, out, _ = verified(written("wrong.py", lines, WRONG), "--mesh", "tp=2", "--examples", "1")
     assert status == MISMATCH  # and not the status of a process that came to the line after its exit
     assert "1 scheme, 1 mismatch, 0 not run." in out  # and is not lost with what the file has closed
+
+
+OUTPUTS = {
+    "kept in memory": "sys.stdout = sys.stderr = io.StringIO()\n",
+    "in a log": "sys.stdout = sys.stderr = open('log.txt', 'w')\n",
+    "none": "sys.stdout = sys.stderr = None\n",
+    "wrapped": "sys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8')\n",
+    "taken apart": "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())\n",
+    "closed below": "os.close(1)\nos.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n",
+    "silent": "builtins.print = lambda *words, **how: None\n",
+    "of no text": "json.dumps = lambda *content, **how: '{}'\njson.loads = lambda text: {}\n",
+}
+
+
+@pytest.mark.fast_values(1)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_verdict_is_printed_whatever_the_file_prints_to(output):
+    file = written("wrong.py", "import builtins, codecs, io, json, os, sys\n", OUTPUTS[output], WRONG)
+    status, out, _ = verified(file, "--mesh", "tp=2", "--examples", "1")
+    assert status == MISMATCH and out.splitlines()[-1] == "1 scheme, 1 mismatch, 0 not run."
+    [replay] = Path().glob("replay_*.py")
+    for arguments in ((str(replay),), ("-m", "shardproof", "replay", str(replay))):
+        status, out, _ = run(*arguments)
+        assert status == MISMATCH and "MISMATCH" in out
+
+
+def test_errors_that_nobody_reads_change_no_status():
+    """They go to a pipe without a reader, or to a full disk."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "shardproof", "verify", "none.py"]
+    with open("/dev/full", "w") as full, os.fdopen(writing, "w") as unread:
+        for errors in (full, unread):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, check=False, timeout=LIMIT_S)
+            assert (done.returncode, done.stdout) == (USAGE, b"")
+
+
+@pytest.mark.slow
+def test_no_file_of_ours_takes_the_place_of_a_closed_output():
+    crashing = declared("crashing", body="os.write(2, b'?' * 1000)\n    ctypes.string_at(0)")
+    file = written("writes.py", IMPORTS, WRONG, crashing)
+    closing = "import os, sys\nos.close(1); os.close(2)\nsys.stdout = sys.stderr = None\n"
+    program = f"{closing}from shardproof import main\nmain()"
+    status, *_ = run("-c", program, "verify", file, "--mesh", "tp=2", "--examples", "1", "--json", "out.json")
+    assert status == RANK_FAILED
+    record = json.loads(Path("out.json").read_text())
+    assert [report["verdict"] for report in record["reports"]] == ["mismatch"]
 
 
 def test_what_is_judged_before_an_interrupt_is_printed():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests import warm_python
-from shardproof import check, scheme, values
+from shardproof import check, replays, scheme, values
 from shardproof.cli import listing
 from shardproof.declare.discover import TABLE, UnusableTarget, schemes_of_file
 from shardproof.declare.travel import dumps
@@ -111,6 +111,22 @@ def test_a_case_that_is_none_of_the_scheme_is_rejected(capsys):
         path.write_text(right.replace(repr(report.case.json), repr(report.case.replace(**{part: edited}).json)))
         assert (part, status_of(path)) == (part, USAGE)
         assert f"shardproof: replay: {sentence}" in capsys.readouterr().err
+
+
+NO_CASES = {
+    "half of one": ("{", "Expecting property name"),
+    "of another kind": ('{"scheme": 5, "mesh": {"tp": 2}}', "case: scheme is 5; it is a text"),
+    "nested": ("[" * 100_000, "case: is nested too deep"),
+}
+
+
+@pytest.mark.parametrize("text", NO_CASES)
+def test_a_case_that_is_none_is_rejected_on_each_route_by_the_name_of_its_file(text, capsys, monkeypatch):
+    monkeypatch.setattr(replays, "supervised", lambda call: call())
+    case, sentence = NO_CASES[text]
+    Path("replay_mine.py").write_text(f"CASE = {case!r}\nSOURCE = 'mine.py'\n")
+    assert replays.replay(case, "mine.py", "replay_mine.py", []) == status_of("replay_mine.py") == USAGE
+    assert capsys.readouterr().err.count(f"shardproof: replay_mine.py: CASE cannot be read: {sentence}") == 2
 
 
 def test_a_replay_lists_dims_as_declared():

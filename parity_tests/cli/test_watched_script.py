@@ -74,3 +74,10 @@ def test_one_rank_prints(tmp_path):
 def test_a_script_that_is_not_there(tmp_path):
     status, out, err = watched(tmp_path, "my_scrip.py")
     assert (status, out, err) == (2, "", "shardproof: watch: my_scrip.py: no such file; give a script\n")
+
+
+@pytest.mark.slow
+def test_on_a_safe_path_the_folder_of_the_script_is_not_searched(tmp_path):
+    path = os.pathsep.join(entry for entry in sys.path if entry)  # an empty entry is the working folder
+    status, _, err = watched(tmp_path, "my_script.py", PYTHONSAFEPATH="1", PYTHONPATH=path)
+    assert status == 3 and err.endswith("ModuleNotFoundError: No module named 'beside'\n")

@@ -1,6 +1,7 @@
 """The cases that `verify` draws when few or many sizes are given."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -129,6 +130,25 @@ def test_a_reference_may_be_nan_where_infinities_are_drawn():
 
     draw = {"x": values("neg_inf_mask", full_rows=True)}
     assert declared(difference, reference=lambda x: x - x, draw=draw, inputs={"x": "b/tp"}).verify(b=2, examples=4).ok
+
+
+def test_infinities_alone_are_equal_to_nothing():
+    def tripled(mesh, x):
+        return x * 3
+
+    def infinite(mesh, x):
+        return x - torch.inf
+
+    with pytest.raises(NothingCompared, match=r"the reference of out is infinite or NaN everywhere at .* correct the "):
+        declared(infinite, reference=lambda x: x - jnp.inf, draw={"x": values("normal")}).verify(b=2, examples=2)
+    declaration = declared(tripled, draw={"x": values("neg_inf_mask", full_rows=True)})
+    refused = 0
+    for seed in range(16):
+        try:
+            assert np.isfinite(declaration.verify(b=2, tp=2, examples=1, seed=seed).tensors[0].want).any()
+        except NothingCompared as nothing:
+            refused += "nothing of it was compared: infinities were drawn, give more examples" in str(nothing)
+    assert refused > 0
 
 
 def test_a_missing_gradient_is_distinguished_from_a_zero_one():

@@ -153,5 +153,12 @@ def test_what_is_declared_outside_the_ranks_needs_a_line_alone() -> None:
     assert Cell("reference_exits", "not judged", "reference exits raised SystemExit", 0.1).lacks == ["line"]
 
 
+def test_a_command_without_a_verdict_says_why() -> None:
+    kind, sentence = "two_helpers_of_one_name", "shardproof: cannot import two/kind.py: ImportError: another module"
+    assert Cell(kind, "not judged", f"W1130 Sending\n{sentence}", 0.1).lacks == []
+    assert Cell(kind, "not judged", "W1130 Sending\n", 0.1).lacks == ["verdict"]
+    assert Cell(kind, "done", "", 0.1).lacks == ["verdict"]
+
+
 def test_there_are_sixty_kinds() -> None:
     assert len(bodies()) >= 60

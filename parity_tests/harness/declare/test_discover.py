@@ -126,3 +126,10 @@ def test_a_file_does_not_get_the_module_of_another_folder(tmp_path: Path) -> Non
         match=r"another module 'helper_of_both' is already imported, .*one/helper_of_both.py; verify the two by",
     ):
         discover.find([str(tmp_path / "two")])
+
+
+def test_a_file_may_remove_its_own_folder_from_the_path(tmp_path: Path) -> None:
+    file = tmp_path / "removing.py"
+    written(file, "removing")
+    file.write_text(f"import sys\nsys.path.remove({str(tmp_path)!r})\n{file.read_text()}")
+    assert [scheme.name for scheme in discover.find([str(file)])] == ["removing"]

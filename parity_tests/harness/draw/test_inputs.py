@@ -247,5 +247,10 @@ def test_outputs_have_separate_cotangents():
     assert not np.array_equal(*cotangents)
 
 
+def test_inputs_are_drawn_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        assert inputs.rounded(np.full(2, 1.0 + 2.0**-20), "bfloat16").tolist() == [1.0, 1.0]
+
+
 def test_nested_names():
     assert nested({"a.b.c": 1, "a.b.d": 2, "a.e": 3, "f": 4}) == {"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": 4}

@@ -16,7 +16,7 @@ from shardproof.draw.size_choices import free_dims
 from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED, NotJudged
 from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.supervised import supervised
-from shardproof.report.guard import guarded
+from shardproof.report.guard import guarded, own_output
 from shardproof.report.out_path import naming
 from shardproof.report.sentence import print_report
 
@@ -128,6 +128,14 @@ def constants_of(file: str | Path) -> dict[str, str]:
     }
 
 
+def case_of(text: str, file: str) -> CaseSpec:
+    """The case of a replay file, from its JSON. Errors: ValueError, which names the file."""
+    try:
+        return CaseSpec.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{file}: CASE cannot be read: {error}") from None
+
+
 def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: str | None = None) -> Declared:
     """The scheme of a replay, from its pickle or its declaring file, on its implementation."""
     scheme = _declared(case, source, replay_path)
@@ -210,7 +218,7 @@ def replay(
     """
     engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
     return supervised(
-        lambda: guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))
+        lambda: guarded(lambda: rerun(case_of(case_json, file), source, file, engine, repeat, implementation))
     )
 
 
@@ -219,7 +227,9 @@ def rerun(
 ) -> int:
     """Verify a recorded case `repeat` times and print each report; returns the worst status."""
     status = EQUAL
-    for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
+    with own_output():
+        scheme = load_scheme(case, source, file, implementation)
+    for report in reruns(scheme, case, engine, repeat):
         print_report(report, sys.stdout)
         status = max(status, RANK_FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
     return status

@@ -69,7 +69,7 @@ MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
 
 class NothingCompared(ValueError):
-    """All tensors were empty, or below their budgets, in every example, or one tensor's reference was always NaN."""
+    """In every example all tensors were empty or below their budgets, or the reference of one had no finite number."""
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,9 @@ def _case_of_each_mesh_and_dtype(
 
 
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
-    """Errors: NothingCompared if every tensor is empty, or one is always NaN, undefined or below its budget.
+    """Errors: NothingCompared if all tensors are empty, or one has no finite number, is undefined or below its budget.
 
-    A result of NaN passes where the reference is NaN; this is evidence only if infinities were drawn.
+    A result of NaN passes where the reference is NaN, and an infinity where it is that infinity.
     """
     if not any(tensor.want.size for report in reports for tensor in report.tensors):
         raise NothingCompared(
@@ -270,18 +270,22 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
     compared: set[str] = set()
     without: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}  # references of tensors with nothing to compare
     for report in reports:
-        if not any(has_infinities(value) for value in report.case.values.values()):
-            for tensor in report.tensors:
-                if (np.isfinite(tensor.element_budgets) & ~np.isnan(tensor.want)).any():
-                    compared.add(tensor.label)
-                elif tensor.want.size:
-                    without.setdefault(tensor.label, []).append((tensor.want, report.case))
+        for tensor in report.tensors:
+            if (np.isfinite(tensor.element_budgets) & np.isfinite(tensor.want)).any():
+                compared.add(tensor.label)
+            elif tensor.want.size:
+                without.setdefault(tensor.label, []).append((tensor.want, report.case))
     for label in [each for each in without if each not in compared]:
-        is_nan = all(np.isnan(want).all() for want, _ in without[label])
-        why = f"the reference of {label} is NaN" if is_nan else f"{label} depends on NaN in an output"
+        wants, cases = zip(*without[label], strict=True)
+        why = f"{label} depends on NaN in an output"
+        if not any(np.isfinite(want).any() for want in wants):
+            is_nan = all(np.isnan(want).all() for want in wants)
+            why = f"the reference of {label} is {'NaN' if is_nan else 'infinite or NaN'}"
+        are_drawn = any(has_infinities(value) for case in cases for value in case.values.values())
+        remedy = "correct the reference, or draw values that it is defined for"
         raise NothingCompared(
-            f"scheme '{scheme.name}': {why} everywhere at {sizes(without[label][0][1])}; "
-            "nothing of it was compared: correct the reference, or draw values that it is defined for"
+            f"scheme '{scheme.name}': {why} everywhere at {sizes(cases[0])}; nothing of it was compared: "
+            f"{'infinities were drawn, give more examples' if are_drawn else remedy}"
         )
     _check_power(scheme, reports)
 

@@ -66,14 +66,7 @@ def verify_case(
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
     except RankFailure as failure:
-        return Report(
-            scheme.key,
-            case,
-            failure=failure,
-            ledger=failure.ledger or Ledger(),
-            shards=_shards(scheme, program, case, failure.rank) if isinstance(failure, Raised) else None,
-            **source,
-        )
+        return _failed(scheme, program, case, failure, source)
     # 3. Compare values and gradients, then the ledgers.
     own_functions.check()
     tensors = compare.compare(scheme, case, ranks.results, reference)
@@ -97,6 +90,25 @@ def verify_case(
         cost_declared=scheme.cost is not None,
         declared_costs=declared,
         seconds=ranks.seconds,
+        **source,
+    )
+
+
+def of_failed_rank(scheme: Declared, case: CaseSpec, failure: RankFailure) -> Report:
+    """The report of a case in which a rank has failed, and perhaps the process with it."""
+    program = Program.of(scheme)
+    return _failed(scheme, program, case, failure, _source(scheme, program, case))
+
+
+def _failed(
+    scheme: Declared, program: Program, case: CaseSpec, failure: RankFailure, source: Mapping[str, Any]
+) -> Report:
+    return Report(
+        scheme.key,
+        case,
+        failure=failure,
+        ledger=failure.ledger or Ledger(),
+        shards=_shards(scheme, program, case, failure.rank) if isinstance(failure, Raised) else None,
         **source,
     )
 

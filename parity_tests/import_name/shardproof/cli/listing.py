@@ -14,10 +14,10 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.endings.exit_status import EQUAL
 from shardproof.engines.ledger import Ledger
-from shardproof.replays import constants_of, load_scheme, reruns
+from shardproof.replays import case_of, constants_of, load_scheme, reruns
 from shardproof.report import picture, summary
 from shardproof.report.declared_pictures import pictured_case
-from shardproof.report.guard import without_hiding
+from shardproof.report.guard import own_output, without_hiding
 from shardproof.report.html_page import page
 from shardproof.report.out_path import check_writable, naming, write_text, write_texts
 from shardproof.report.report import Report
@@ -70,17 +70,18 @@ def replay_file(
     check_writable(html=html, json=json)
     text_stream = sys.stderr if "-" in (html, json) else sys.stdout
     outcome = Outcome()
-    case, scheme = _recorded(file)
+    with own_output():
+        case, scheme = _recorded(file)
     for report in reruns(scheme, case, engine, repeat):
         outcome.reports.append(report)
         if quiet:
-            print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}", file=text_stream)
+            text_stream.write(f"{report.scheme.rpartition(':')[2]}: {report.verdict}\n")
         else:
             print_report(report, text_stream)
         if verbose:
-            print(report.ledger_text(), file=text_stream)
+            text_stream.write(f"{report.ledger_text()}\n")
         if traceback and report.failure is not None and report.failure.traceback:
-            print(report.failure.traceback, file=text_stream)
+            text_stream.write(f"{report.failure.traceback}\n")
     texts = {
         html: lambda: page([replace(outcome.reports[-1], replay=file)]),
         json: lambda: summary.as_json(outcome),
@@ -148,8 +149,5 @@ def _recorded(file: str) -> tuple[CaseSpec, Declared]:
         raise discover.UnusableTarget(f"cannot read {file}: {reason}") from None
     if not {"CASE", "SOURCE"} <= set(constants):
         raise discover.UnusableTarget(f"{file} is not a replay file: CASE or SOURCE is missing")
-    try:
-        case = CaseSpec.from_json(constants["CASE"])
-    except ValueError as error:
-        raise discover.UnusableTarget(f"{file}: CASE cannot be read: {error}") from None
+    case = case_of(constants["CASE"], file)
     return case, load_scheme(case, constants["SOURCE"], file, constants.get("IMPLEMENTATION"))

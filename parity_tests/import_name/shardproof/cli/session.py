@@ -26,7 +26,7 @@ from rich.table import Column
 
 from shardproof.cli import expected
 from shardproof.declare import discover, scheme_index
-from shardproof.declare.case import DTYPES, ENGINES
+from shardproof.declare.case import DTYPES, ENGINES, CaseSpec
 from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
@@ -36,7 +36,7 @@ from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudg
 from shardproof.endings.raised import pass_interrupt
 from shardproof.engines import supervised
 from shardproof.engines.engines import limited
-from shardproof.engines.failure import NotRun
+from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.processes.rank_warnings import without_repeats
 from shardproof.engines.speed_advice import without_advice
 from shardproof.experiments.notes import from_one_case
@@ -46,7 +46,7 @@ from shardproof.judge import bridge
 from shardproof.line_types.opinion import INSTALL, is_installed, with_types
 from shardproof.places import ROOT
 from shardproof.report import summary
-from shardproof.report.guard import sentence_of, without_hiding
+from shardproof.report.guard import own_output, sentence_of, without_hiding
 from shardproof.report.html_page import page
 from shardproof.report.out_path import check_folder, check_writable, write_texts
 from shardproof.report.report import Report
@@ -55,6 +55,7 @@ from shardproof.report.summary import Expected, Outcome, Place, VerifyOptions
 from shardproof.verification import Progress as Progressed
 from shardproof.verification import verify as verify_scheme
 from shardproof.verification import with_replay_file
+from shardproof.verify_one_case import of_failed_rank
 
 LONG_S = 60.0
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
@@ -86,9 +87,10 @@ def verify(
             return launch.serve()
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
     with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
-        declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
         try:
-            outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths))
+            with own_output():
+                declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
+                outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths))
         except Interrupted as stop:
             if stop.outcome.reports:
                 summary.show(Console(stderr=text_to_stderr), stop.outcome, options)
@@ -134,8 +136,6 @@ def _with_path_as_given(report: Report, folder: str) -> Report:
 @contextlib.contextmanager
 def _prints_on_stderr() -> Iterator[None]:
     """Redirect to standard error everything that functions print, in this process and on ranks."""
-    if sys.stdout is None:
-        raise ValueError("standard output is closed, which - stands for; give a file")
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -264,11 +264,27 @@ def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) ->
         return outcome
     outcome = Outcome()
     report: Report | None = record.report(scheme.key)
+    if report is not None:
+        report = from_one_case(replace(report, unfinished=sentence))
+    else:
+        report = _of_death(scheme, record.failure(scheme.key))
     if report is None:
         outcome.reject(scheme.key, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
     else:
-        outcome.reports.append(with_replay_file(scheme, from_one_case(replace(report, unfinished=sentence)), folder))
+        outcome.reports.append(with_replay_file(scheme, report, folder))
     return outcome
+
+
+def _of_death(scheme: Declared, known: tuple[RankFailure, str] | None) -> Report | None:
+    """The report of the rank by whose failure an earlier process has died; None if it died otherwise."""
+    if known is None:
+        return None
+    failure, text = known
+    try:
+        return of_failed_rank(scheme, CaseSpec.from_json(text), failure)
+    except BaseException as error:  # a case that was too long to be kept, or a draw of the user's
+        pass_interrupt(error)
+        return None
 
 
 def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, *, several: bool) -> Outcome:

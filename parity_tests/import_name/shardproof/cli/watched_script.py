@@ -36,7 +36,9 @@ def run(script: str, arguments: Sequence[str], rank: int = 0, rows: bool = False
     from shardproof.engines.ledger_table import table
     from shardproof.engines.watched import watch as watched
 
-    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:  # with it, Python adds no folder, and the first entry is another one
+        sys.path[0] = str(Path(script).resolve().parent)
     with watched() as ledger:
         status = _status_of(script)
     if int(os.environ.get("RANK", "0")) == rank:

@@ -6,11 +6,11 @@ Every rank, in any process, builds its own inputs from this record; no array is 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from json import dumps, loads  # a file of schemes may replace the module's own
 from typing import Any
 
 FORMAT = 1
@@ -129,11 +129,11 @@ class CaseSpec:
     @cached_property
     def json(self) -> str:
         """Canonical JSON: no blanks, keys sorted, except that mesh axes keep the DeviceMesh's order."""
-        record = json.loads(json.dumps(asdict(self), sort_keys=True))
+        record = loads(dumps(asdict(self), sort_keys=True))
         record["mesh"] = dict(self.mesh)
         if not self.conditions:
             del record["conditions"]
-        return json.dumps(record, separators=(",", ":"))
+        return dumps(record, separators=(",", ":"))
 
     @property
     def id(self) -> str:
@@ -144,7 +144,10 @@ class CaseSpec:
 
     @classmethod
     def from_json(cls, text: str) -> CaseSpec:
-        record = json.loads(text)
+        try:
+            record = loads(text)
+        except RecursionError:
+            raise ValueError("case: is nested too deep") from None
         if not isinstance(record, dict):
             raise ValueError(f"case: is a {type(record).__name__}; a case is a JSON object")
         missing = sorted({"mesh", "scheme"} - set(record))
@@ -159,6 +162,9 @@ class CaseSpec:
 
 def _check_kinds(record: dict[str, Any]) -> None:
     """ValueError unless each table of a record is one, with sizes in `dims` and a table for each layout and value."""
+    for key in ("scheme", "dtype", "engine"):
+        if not isinstance(record.get(key, ""), str):
+            raise ValueError(f"case: {key} is {record[key]!r}; it is a text")
     for key in ("mesh", "dims", "options", "conditions", "layouts", "lengths", "values"):
         table = record.get(key, {})
         if not isinstance(table, dict):

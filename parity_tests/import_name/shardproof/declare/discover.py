@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -383,7 +383,8 @@ def _imported(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        sys.path.remove(str(path.parent))
+        with suppress(ValueError):  # the file may have removed its folder, so as to hide no module
+            sys.path.remove(str(path.parent))
     travel.IMPORTED_WITH_SCHEMES |= {name} | {new for new in set(sys.modules) - before if is_beside(new, path.parent)}
     return module
 
@@ -418,7 +419,8 @@ def _imported_with_package(path: Path) -> ModuleType:
         with nullcontext() if name in sys.modules else failed_declaration.collected(name):
             module = importlib.import_module(name)
     finally:
-        sys.path.remove(str(root))
+        with suppress(ValueError):
+            sys.path.remove(str(root))
     if Path(module.__file__ or "").resolve() != path:
         raise ImportError(f"another package {name.partition('.')[0]!r} is already imported; rename this one")
     travel.IMPORTED_WITH_SCHEMES |= {new for new in set(sys.modules) - before if is_beside(new, root)}

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from typing import IO, Any
 
-CHILD, BEGUN, DONE, FOUND, LOST, ALONE = b"C", b"B", b"D", b"F", b"L", b"A"
+CHILD, BEGUN, DONE, FOUND, LOST, FAILED, ALONE = b"C", b"B", b"D", b"F", b"L", b"R", b"A"
 _HEAD = struct.Struct("=cII")  # kind, bytes of the key, bytes of the content
 
 current: Journal | None = None  # of the command in this process
@@ -30,7 +30,7 @@ class Journal:
         self._fd = file.fileno()
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
         self._is_full = False
-        self._of_earlier: dict[bytes, dict[str, bytes]] = {DONE: {}, FOUND: {}, LOST: {}}
+        self._of_earlier: dict[bytes, dict[str, bytes]] = {DONE: {}, FOUND: {}, LOST: {}, FAILED: {}}
 
     # The parent's side.
 
@@ -80,6 +80,10 @@ class Journal:
         content = self._of_earlier[LOST].get(key)
         return None if content is None else content.decode()
 
+    def failure(self, key: str) -> Any:
+        """The failure of the rank by which that process died, and the case as JSON; None if it died otherwise."""
+        return _unpickled(self._of_earlier[FAILED].get(key))
+
     def begin(self, key: str) -> None:
         self._append(BEGUN, key)
 
@@ -91,9 +95,11 @@ class Journal:
         """A failing report, before it is made smaller."""
         self._append(FOUND, key, _pickled(report))
 
-    def lose(self, key: str, sentence: str) -> None:
-        """An earlier process died between the beginning and the end of this key."""
+    def lose(self, key: str, sentence: str, failure: Any = None) -> None:
+        """An earlier process died between the beginning and the end of this key, by the failure of a rank or not."""
         self._append(LOST, key, sentence.encode(errors="backslashreplace"))
+        if failure is not None:
+            self._append(FAILED, key, _pickled(failure))
 
     def alone(self) -> None:
         self._append(ALONE, "")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import mmap
 import struct
 
-SIZE = 4096
+SIZE = 1 << 16
 RUNNING, JUDGED, FINISHED = range(3)
 _HEAD = struct.Struct("=BiH")  # state, status, length of the note
 _BEAT = struct.Struct("=Qd")
 _LIMIT = struct.Struct("=d")
-_BEAT_AT, _LIMIT_AT, _TEXT_AT = 16, 32, 64
+_LENGTH = struct.Struct("=I")
+_BEAT_AT, _LIMIT_AT, _TEXT_AT, _CASE_AT = 16, 32, 64, 4096
 
 
 class LastWords:
@@ -37,10 +38,18 @@ class LastWords:
 
     def note(self, text: str) -> None:
         """Name the call that is about to end the process."""
-        data = text.encode(errors="backslashreplace")[: SIZE - _TEXT_AT]
+        data = text.encode(errors="backslashreplace")[: _CASE_AT - _TEXT_AT]
         self._memory[_TEXT_AT : _TEXT_AT + len(data)] = data
         state, status, _ = _HEAD.unpack_from(self._memory, 0)
         _HEAD.pack_into(self._memory, 0, state, status, len(data))
+
+    def runs(self, case: str) -> None:
+        """The ranks run this case next, as JSON; one that is too long is left out."""
+        data = case.encode(errors="backslashreplace")
+        at = _CASE_AT + _LENGTH.size
+        data = data if at + len(data) <= SIZE else b""
+        self._memory[at : at + len(data)] = data
+        _LENGTH.pack_into(self._memory, _CASE_AT, len(data))
 
     def beat(self, limit_s: float) -> None:
         """The interpreter is free; the next beat is due within `limit_s`, and none if that is 0."""
@@ -65,6 +74,12 @@ class LastWords:
     def noted(self) -> str:
         length = _HEAD.unpack_from(self._memory, 0)[2]
         return self._memory[_TEXT_AT : _TEXT_AT + length].decode(errors="replace")
+
+    @property
+    def case(self) -> str:
+        """The case of the last run; empty before the first."""
+        (length,), at = _LENGTH.unpack_from(self._memory, _CASE_AT), _CASE_AT + _LENGTH.size
+        return self._memory[at : at + length].decode(errors="replace")
 
     @property
     def pulse(self) -> tuple[int, float]:

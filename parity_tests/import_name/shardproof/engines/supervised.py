@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
@@ -30,8 +30,11 @@ from shardproof.endings.journal import Journal
 from shardproof.endings.last_words import LastWords
 from shardproof.engines import process_limits
 from shardproof.engines.processes import orphans
-from shardproof.engines.processes.idleness import Idleness
+from shardproof.engines.processes.idleness import Idleness, Ready
 from shardproof.engines.processes.status_table import COMPUTING, StatusTable
+
+if TYPE_CHECKING:
+    from shardproof.engines.failure import RankFailure
 
 MOST_RANKS = 64
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,11 +47,12 @@ TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
 IDLE_S = 120.0  # beyond the limit of a run, for which no process of the command may compute in a scheme
 STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
-GRACE_S = 5.0  # between a signal that was passed on and the end
+GRACE_S = 5.0  # between a signal that was passed on and the end, in which the child can compute
 ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
 STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
 OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
 AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
+ADVICE = "--engine gloo runs each rank in a process of its own"
 INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 
 table: StatusTable | None = None  # of the command in this process, shared with its parent
@@ -62,6 +66,7 @@ def supervised(call: Callable[[], int | None]) -> int:
     never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
     JAX has been used, or another thread runs. There, a user's `os._exit` raises nevertheless.
     """
+    _open_standard_files()
     is_launched = AGENT in os.environ or (RANK in os.environ and any(ENGINE in word for word in sys.argv))
     if is_launched or not sys.platform.startswith("linux") or _has_used_jax() or threading.active_count() > 1:
         exits.install_alone()
@@ -80,6 +85,15 @@ def supervised(call: Callable[[], int | None]) -> int:
         except OSError as error:  # a limit of processes or of memory; a child that runs ends with this process
             _complain(f"the process of the command cannot be started or watched: {error.strerror}")
             return USAGE
+
+
+def _open_standard_files() -> None:
+    """Open what the process that started this one has closed: else a file of ours would be taken for standard error."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 def _has_used_jax() -> bool:
@@ -167,7 +181,7 @@ class _Command:
             if death.exit_code == -signal.SIGPIPE and key is None:
                 return UNREAD
             if key is None or key in lost or death.is_judged or self._journal.is_alone:
-                _complain(self._sentence(death))
+                _complain(str(self._cause(death)))
                 return RANK_FAILED
             lost.add(key)
 
@@ -184,13 +198,13 @@ class _Command:
     def _ended(self, child: int) -> int | Death:
         """Wait for the child and forward signals from other processes: the status that it has recorded, or a death."""
         watch = _Watch(child, self._words, self._journal)
-        why, seconds, ends_at = "", 0.0, float("inf")
+        why, seconds, asked = "", 0.0, None
         was_at: tuple[str | None, bool] | None = None
         while True:
             received = signal.sigtimedwait((*self._passed_on, signal.SIGCHLD), TICK_S)
             if received is not None and received.si_signo in self._passed_on:
                 self.asked = self.asked or received.si_signo
-                ends_at = min(ends_at, time.monotonic() + GRACE_S)
+                asked = asked or Ready(child)
                 if received.si_code == SENT_BY_A_PROCESS:
                     os.kill(child, received.si_signo)
             code = watch.exit_code(child)
@@ -201,7 +215,8 @@ class _Command:
                 return Death(code, *(was_at or self._at()), why, seconds)
             if why:
                 continue
-            why, seconds = watch.step(is_overdue=time.monotonic() > ends_at)
+            is_overdue = asked is not None and asked.look(2 * TICK_S) > GRACE_S
+            why, seconds = watch.step(is_overdue=is_overdue)
             why = why or ("outdated" if self._is_outdated() else "")
             if why:
                 was_at = self._at()
@@ -224,7 +239,7 @@ class _Command:
     def _as_asked(self, number: int, death: Death) -> int:
         """The child has ended because somebody asked this command to end, which it now does in the same way."""
         if death.why:
-            _complain(self._sentence(death))
+            _complain(str(self._cause(death)))
         if number == signal.SIGINT:
             if death.exit_code != INTERRUPTED:  # else it has said so itself
                 _complain(INTERRUPTED_SENTENCE)
@@ -241,7 +256,8 @@ class _Command:
         status = INTERNAL
         try:
             orphans.tie(self._parent)
-            sentence = None if death is None else self._sentence(death)
+            cause = None if death is None else self._cause(death)
+            case = self._words.case
             self._table.clear()
             self._words.clear()
             self._stack.seek(0)
@@ -252,8 +268,8 @@ class _Command:
             exits.install(self._words.note)
             process_limits.install()
             os.register_at_fork(after_in_child=_disown)
-            if death is not None and death.key is not None and sentence is not None:
-                self._journal.lose(death.key, sentence)
+            if death is not None and death.key is not None and cause is not None:
+                self._journal.lose(death.key, str(cause), None if isinstance(cause, str) else (cause, case))
             self._journal.read()
             process = os.getpid()
             status = _status_of(self._call)
@@ -266,8 +282,8 @@ class _Command:
         finally:
             exits.leave(status)
 
-    def _sentence(self, death: Death) -> str:
-        """A sentence: which rank ran when the process ended, where, and the state of the others."""
+    def _cause(self, death: Death) -> str | RankFailure:
+        """The failure of the rank that ran when the process ended, with the states of the others, or a sentence."""
         # Imported only now: the parent of a command that comes to its end needs none of these.
         from shardproof.engines.failure import Died, Stalled
         from shardproof.engines.processes import crash
@@ -292,12 +308,11 @@ class _Command:
         state = statuses[running].sentence(line)
         if death.why:
             how = f"rank {running} {_HOW[death.why].format(seconds=death.seconds)}: it {state}"
-            return str(Stalled(how, rank=running, source=line, others=others))
+            return Stalled(how, rank=running, source=line, others=others)
         dead = Outcome(
             running, DIED, source=line, state=str(statuses[running]), exit_code=death.exit_code, error=by.strip()
         )
-        died = Died(str(dead), rank=running, source=line, others=others)
-        return f"{died}\n  --engine gloo runs each rank in a process of its own"
+        return Died(str(dead), rank=running, source=line, others=[*others, ADVICE])
 
 
 _HOW = {
@@ -408,8 +423,9 @@ def _status_after_exit_functions(status: int) -> int:
 
 
 def _complain(sentence: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"shardproof: {sentence}", file=sys.stderr)
+    if sys.stderr is not None:  # else `print` would take standard output
+        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
+            print(f"shardproof: {sentence}", file=sys.stderr)
 
 
 def _flush() -> None:

@@ -109,7 +109,7 @@ class Writer(_Mode):
             return getattr(args[0], WRITES[operation.name])(*args[1:], **kwargs)
         x, places, value = args[:3]
         if _places(places):
-            value = torch.as_tensor(value, dtype=x.dtype)
+            value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
             return x.index_put_(_places(places), value, accumulate=True)
         return func(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -54,7 +55,7 @@ def guarded(call: Callable[[], Any]) -> int:
     """
     status = EQUAL
     try:
-        with delayed_interrupts(), _while_it_is_read():
+        with delayed_interrupts(), _while_it_is_read(), own_output():
             status = call() or EQUAL
         return status
     except _Unread:
@@ -98,7 +99,8 @@ def _reported(error: BaseException) -> int:
     """The status of an error, after its sentence is printed; an internal error's traceback is printed before that."""
     status, sentence = sentence_of(error)
     if status == INTERNAL:
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
     complain(sentence)
     return status
 
@@ -145,12 +147,44 @@ def _known(error: BaseException) -> tuple[int, str] | None:
 
 
 def complain(sentence: str) -> None:
-    """Print a sentence of this command on standard error."""
+    """Print a sentence of this command on standard error; if nobody reads that, or its disk is full, that is all."""
     from rich.console import Console
 
     from shardproof.report.sentence import Sentence
 
-    Console(stderr=True, soft_wrap=True).print(Sentence(f"shardproof: {sentence}", style="red"))
+    console = Console(stderr=True, soft_wrap=True)
+    with console.capture() as captured:  # left to itself, rich would exit with 1 where nobody reads
+        console.print(Sentence(f"shardproof: {sentence}", style="red"))
+    if sys.stderr is not None:  # closed by the process that started this one
+        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
+            sys.stderr.write(captured.get())
+            sys.stderr.flush()
+
+
+_replaced: list[Any] = []  # a stream that wraps another closes it when nothing refers to it any more
+
+
+@contextmanager
+def own_output() -> Iterator[None]:
+    """After this block, which runs a user's code, verdicts are printed where they would have been before it."""
+    before, copies = (sys.stdout, sys.stderr), dict[int, int]()
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            copies[number] = os.dup(number)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if any(stream is each for each in before):
+                continue
+            with contextlib.suppress(Exception):  # a stream of a user's code may raise anything
+                stream.flush()
+            _replaced.append(stream)
+        sys.stdout, sys.stderr = before
+        for number, copy in copies.items():
+            with contextlib.suppress(OSError):  # a user's code has closed it too
+                os.dup2(copy, number)
+                os.close(copy)
 
 
 class _Unread(BaseException):
@@ -181,6 +215,10 @@ class _Reader:
     def close(self) -> None:
         """A user's code that closes standard output would take the verdict with it."""
         self.flush()
+
+    def detach(self) -> Any:
+        """The bytes below, for another wrapper of a user's code; verdicts are still written here."""
+        return self._stream.buffer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

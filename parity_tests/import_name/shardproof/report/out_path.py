@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,14 @@ ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
 def check_writable(**paths: str | None) -> None:
     """Check each option's path, as in `json="out.json"`; None and `-` (standard output) are never rejected.
 
-    Errors: ValueError for a missing folder, for a path that is a folder or not writable, for more than one `-`, and for
-    two options with the same file.
+    Errors: ValueError for a missing folder, for a path that is a folder or not writable, for more than one `-`, for `-`
+    where standard output is closed, and for two options with the same file.
     """
     to_stdout = [f"--{option} -" for option, path in paths.items() if path == "-" and option not in ALWAYS_FILES]
     if len(to_stdout) > 1:
         raise ValueError(f"{' '.join(to_stdout)}: standard output takes one of them; give the other a file")
+    if to_stdout and sys.stdout is None:
+        raise ValueError(f"{to_stdout[0]}: standard output is closed; give a file")
     files = {option: os.path.realpath(path) for option, path in paths.items() if path and path != "-"}
     for option, file in files.items():
         same = next((other for other in files if other != option and files[other] == file), None)
@@ -95,7 +98,7 @@ def write_texts(texts: Mapping[str, Callable[[], str]]) -> None:
 def write_text(path: str, text: str) -> None:
     """Write to a file, or to standard output for `-`. A file is written beside and renamed, so it is never half new."""
     if path == "-":
-        print(text)
+        sys.stdout.write(f"{text}\n")  # a user's code may have replaced `print`
         return
     data = f"{text}\n".encode(errors="backslashreplace")
     with naming(path):

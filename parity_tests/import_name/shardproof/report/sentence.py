@@ -37,4 +37,4 @@ def print_report(report: RenderableType, stream: TextIO) -> None:
     if stream.isatty():
         Console(file=stream).print(report, highlight=False)
     else:
-        print(report, file=stream)
+        stream.write(f"{report}\n")  # a user's code may have replaced `print`

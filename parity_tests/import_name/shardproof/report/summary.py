@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from json import dumps  # a file of schemes may replace the module's own
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -324,7 +324,7 @@ def as_json(outcome: Outcome, **fields: Any) -> str:
         "reports": [_as_dict(report, outcome) for report in outcome.reports],
         **{what: {titles[key]: why for key, why in reasons.items()} for what, reasons in without_report.items()},
     }
-    return json.dumps({**record, **fields}, indent=2)
+    return dumps({**record, **fields}, indent=2)
 
 
 def _as_dict(report: Report, outcome: Outcome) -> dict[str, Any]:

@@ -6,12 +6,19 @@ Ranks of lockstep are threads: one that is killed or crashes in native code ends
 
 from __future__ import annotations
 
+from shardproof.declare.case import CaseSpec
 from shardproof.engines import supervised
 from shardproof.engines.ledger import LedgerRow
 from shardproof.engines.processes.status_table import COMPUTING, FINISHED, STARTING, WAITING, Slot
 
 _slots: list[Slot] = []  # of the current run
 _turn_of: Slot | None = None
+
+
+def runs(case: CaseSpec) -> None:
+    """The ranks run this case next."""
+    if supervised.words is not None:
+        supervised.words.runs(case.json)
 
 
 def begin(world: int) -> None:

@@ -52,6 +52,7 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
     if not _one_run.acquire(blocking=False):
         raise RuntimeError("lockstep.run: another run is going on in this process; use engine='gloo'")
     try:
+        last_seen.runs(case)
         import_ahead(fn)
         device_guard.keep()
         process_limits.install()

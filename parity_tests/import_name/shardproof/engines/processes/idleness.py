@@ -1,4 +1,7 @@
-"""How long a process and all that it has started have waited without computing, as for a lock that nobody frees."""
+"""How long a process and all that it has started have waited without computing, as for a lock that nobody frees.
+
+And for how long they could compute: on a machine with more work than processors, a process that is ready has to wait.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ LOOK_S = 2.0  # between two looks at the processes
 BUSY = 0.01  # of a processor; a thread that polls uses less
 TICKS = os.sysconf("SC_CLK_TCK")
 STATE, USED = 0, slice(11, 15)  # of the fields after the name; the second has also the time of children that have ended
+LEAST = 0.1  # of the time counts in any case, so that it comes to an end with many processes that compute for ever
 WAITING = "STtZ"  # asleep, stopped, ended; a process that is ready to compute is none of these
 
 
@@ -34,6 +38,34 @@ class Idleness:
         self._seconds = self._seconds + min(elapsed, 2 * LOOK_S) if fields and is_idle else 0.0
         self._looked, self._used = now, used
         return self._seconds
+
+
+class Ready:
+    """For how long a process could compute, or had nothing to: the time for which it had no processor is left out."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._looked, self._seconds = pid, time.monotonic(), 0.0
+        self._delays = self._delays_now()
+
+    def look(self, most_s: float) -> float:
+        """The seconds so far; since the last look at most so many, because a late look was itself delayed."""
+        now, delays = time.monotonic(), self._delays_now()
+        elapsed = min(now - self._looked, most_s)
+        delayed = max((delay - self._delays.get(pid, delay) for pid, delay in delays.items()), default=0.0)
+        self._seconds += max(elapsed - delayed, LEAST * elapsed)
+        self._looked, self._delays = now, delays
+        return self._seconds
+
+    def _delays_now(self) -> dict[int, float]:
+        return {pid: _delay(pid) for pid in _tree(self._pid)}
+
+
+def _delay(pid: int) -> float:
+    """The seconds for which the first thread of a process was ready and had no processor; 0 where nobody tells."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _fields(pid: int) -> list[str]:

@@ -1,0 +1,27 @@
+"""The time for which processes could compute: where they wait for a processor, a machine is to blame and not they."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from shardproof.engines.processes import idleness
+from shardproof.engines.processes.idleness import LEAST, Ready
+
+
+def test_time_without_a_processor_is_left_out(monkeypatch):
+    now = SimpleNamespace(clock=0.0, delays={1: 5.0})
+    monkeypatch.setattr(idleness, "time", SimpleNamespace(monotonic=lambda: now.clock))
+    monkeypatch.setattr(idleness, "_tree", lambda pid: now.delays)
+    monkeypatch.setattr(idleness, "_delay", lambda pid: now.delays[pid])
+    ready, seconds = Ready(1), 0.0
+    for clock, delays, counted in (
+        (1.0, {1: 5.0}, 1.0),
+        (2.0, {1: 5.7}, 0.3),
+        (3.0, {1: 5.7, 2: 9.0}, 1.0),  # a new process, which has waited before
+        (4.0, {1: 5.7, 2: 9.6}, 0.4),
+        (5.0, {1: 6.7, 2: 10.6}, LEAST),
+        (9.0, {1: 6.7, 2: 10.6}, 2.0),  # a late look
+    ):
+        now.clock, now.delays = clock, delays
+        seconds += counted
+        assert ready.look(most_s=2.0) == pytest.approx(seconds)
