@@ -21,8 +21,8 @@ from parity_tests.parallelizer.training import broken_steps, full_arrays, parall
 from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
-from torch_impl.parallelizer.expert_layouts import validate_experts
 from torch_impl.parallelizer.expert_sharding import _equal_parts
+from torch_impl.parallelizer.expert_validation import validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.tp_styles import Experts
 
