@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec
 from shardproof.engines.engines import run
 from torch_impl.context_parallel import make_cp_batch_and_ctx
@@ -142,16 +143,7 @@ REJECTED = [
         for shape in ([4], [3, 5], [2, 4], [2, 2, 4], [1, 1, 3, 4])
     ],
 ]
-
-
-@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
-def test_rejection_on_every_rank_before_any_collective(call, sentence):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    assert on_ranks(2, body) == (f"context_parallel.batch: {sentence}",) * 2
+test_rejection = rejected({"cp": 2}, [(text[:60], call, f"context_parallel.batch: {text}") for call, text in REJECTED])
 
 
 @pytest.mark.parametrize(

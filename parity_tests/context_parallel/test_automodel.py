@@ -7,19 +7,24 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from jax_ref.context_parallel import padded_batch, shard_and_squares
 from parity_tests.context_parallel.drawn_rows import FILL
+from parity_tests.context_parallel.test_batch_layout import (
+    DTYPES,
+    PACKED_ROWS,
+    Rows,
+    gather_cost,
+    rows_without_the_last,
+)
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
+from shardproof import CaseSpec, Cost, check_cases, integers, scheme
 from shardproof.engines.engines import run
 from torch_impl.context_parallel.adapters import automodel
 
-Rows = Float[Tensor, "b l d"]
 ByToken = Int[Tensor, "b l"]
-DTYPES = ("float32", "bfloat16", "float64")
 
 
 def unpadded(x):
@@ -64,20 +69,8 @@ def round_robin_positions(mesh, x, from_end) -> tuple[Rows, Rows]:
     return there_and_back(mesh, x, automodel.round_robin_local_indices, from_end)
 
 
-def without_last_columns(x, less):
-    return shard_and_squares(x, x.shape[1] - less)
-
-
-def one_gather(c, tokens):
-    numbers = c.b * tokens * c.d
-    return Cost(
-        forward={"all_gather": (1, numbers // c.cp * c.itemsize)},
-        backward={"reduce_scatter": (1, numbers * c.accumulator_itemsize)},
-    )
-
-
 PADDED = dict(
-    reference=without_last_columns,
+    reference=rows_without_the_last,
     mesh={"cp": (2, 1, 3, 4)},
     inputs={"x": "b s d cp=R"},
     outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"),
@@ -118,21 +111,7 @@ def padded_rows(mesh, x, less, is_owned, is_padded) -> tuple[Rows, Rows]:
     return filled(mesh, x, shard, sharder.gather_token_tensor(shard.square(), trim=True), rows.shape[1])
 
 
-def packed_rows_alone(x, padded, real):
-    return shard_and_squares(x, x.shape[1])
-
-
-@scheme(
-    reference=packed_rows_alone,
-    mesh={"cp": (1, 2, 4)},
-    inputs={"x": "b t d cp=R", "padded": "q", "real": "q"},
-    outputs=("b t/cp:packed d", "b t d cp=R"),
-    dims={"b": (2, 4), "q": (3, 5, 2), "t": (24, 40, 16), "d": (2, 1, 5)},
-    draw={"padded": lengths("t", padded=True), "real": lengths("t")},
-    rank_options={"num_chunks": (2, 1), "trim": (True, False)},
-    dtypes=DTYPES,
-    cost=lambda c: one_gather(c, c.t),
-)
+@scheme(**PACKED_ROWS, rank_options={"num_chunks": (2, 1), "trim": (True, False)})
 def packed_rows(mesh, x, padded, real, num_chunks, trim) -> tuple[Rows, Rows]:
     seq_lens, seq_lens_padded = (F.pad(each, (0, 1), value=FILL).expand(len(x), -1) for each in (real, padded))
     ids = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])
@@ -175,7 +154,7 @@ def padded_length(c):
     rank_options={"pad_multiple": (1, 3, 2), "is_sharded_here": (True, False)},
     dtypes=DTYPES,
     assume=lambda c: padded_length(c) == c.s,
-    cost=lambda c: one_gather(c, c.s),
+    cost=lambda c: gather_cost(c, c.s),
 )
 def contiguous_batch(
     mesh, x, ids, groups, less, mask, pad_multiple, is_sharded_here

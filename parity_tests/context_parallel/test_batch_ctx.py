@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_ref.context_parallel import padded_batch
 from jax_ref.layouts import dual_chunk_swap
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
 from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
@@ -295,16 +296,7 @@ REJECTED = [
         "inputs_embeds is [8, 2]; it is [b, s, d], one row for each sequence",
     ),
 ]
-
-
-@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
-def test_rejection_on_every_rank_before_any_collective(call, sentence):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    assert on_ranks(2, body) == (f"context_parallel.batch: {sentence}",) * 2
+test_rejection = rejected({"cp": 2}, [(text[:60], call, f"context_parallel.batch: {text}") for call, text in REJECTED])
 
 
 @pytest.mark.parametrize("use_te", [False, True])

@@ -1,11 +1,8 @@
 """An invalid batch, mesh or tensor is rejected by its name on every rank before any collective."""
 
-import pytest
 import torch
 
-from parity_tests.rejections import rejected
-from shardproof import CaseSpec
-from shardproof.engines.engines import run
+from parity_tests.rejections import check_rejection, rejected
 from torch_impl import context_parallel as cp
 
 LENGTHS = torch.tensor([[4]])
@@ -66,12 +63,7 @@ test_rejection = rejected(
 
 
 def test_an_empty_batch_is_rejected():
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {})
-        return str(caught.value)
-
     message = (
         "context_parallel.batch: batch has neither input_ids nor inputs_embeds; it has nothing; add one of the two"
     )
-    assert run(body, CaseSpec(scheme="batch", mesh={"cp": 2})).results == (message,) * 2
+    check_rejection({"cp": 2}, "empty", lambda mesh: cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {}), message)

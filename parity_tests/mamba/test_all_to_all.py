@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from parity_tests.rejections import rejected
 from shardproof import CaseSpec, Cost, check, check_cases, scheme
 from shardproof.engines.engines import run
 from torch_impl import mamba
@@ -107,16 +108,13 @@ REJECTED = [
     ),
     (lambda g: hp2cp(X[0, 0], g, 1), "hp2cp: input_ is [5]; it is [b, s, w] or [t, w]"),
 ]
-
-
-@pytest.mark.parametrize(("call", "text"), REJECTED)
-def test_rejection(call, text):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh["cp"])
-        return str(caught.value)
-
-    assert on_ranks(body) == (f"mamba.{'' if text[0] == '_' else '_all_to_all_'}{text}",) * 2
+test_rejection = rejected(
+    {"cp": 2},
+    [
+        (text, lambda mesh, call=call: call(mesh["cp"]), f"mamba.{'' if text[0] == '_' else '_all_to_all_'}{text}")
+        for call, text in REJECTED
+    ],
+)
 
 
 def test_no_group_is_rejected():

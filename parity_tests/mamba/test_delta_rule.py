@@ -9,6 +9,7 @@ import torch
 from jax_ref.mamba import gated_delta_rule as reference
 from parity_tests.mamba.over_ranks import layout_of, offsets_of, on_ranks, rank_positions
 from parity_tests.mamba.uneven import COUNTS, TOKENS, uneven, uneven_layout
+from parity_tests.rejections import check_rejection
 from shardproof import Cost, offsets, scheme, values
 from torch_impl.collectives import accumulator
 from torch_impl.mamba import gated_delta_rule
@@ -339,15 +340,8 @@ REJECTED = [
 
 @pytest.mark.parametrize(("call", "text"), REJECTED, ids=[text[:40] for _, text in REJECTED])
 def test_rejection(call, text):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            call(mesh)
-        return str(caught.value)
-
-    ranks = on_ranks(body)
     texts = (text.format(rank=rank, count=COUNTS[2][rank]) for rank in range(2))
-    assert ranks.results == tuple(f"mamba.gated_delta_rule: {text}" for text in texts)
-    assert ranks.ledger.rows == []
+    check_rejection({"cp": 2}, "delta rule", call, tuple(f"mamba.gated_delta_rule: {text}" for text in texts))
 
 
 def test_offsets_of_one_rank_are_rejected():

@@ -5,8 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from jax_ref.models import Config
-from shardproof import CaseSpec
-from shardproof.engines.engines import run
+from parity_tests.rejections import check_rejection, rejected
 from torch_impl.models import HybridConfig, Placement
 
 REJECTED_SIZES = [
@@ -33,18 +32,18 @@ PLACED = [
     ({"mamba": "both"}, "mamba='both' is not known; it is one of hidden, state"),
     ({"order": "striped"}, "order='striped' is not known; it is one of dual_chunk_swap, contiguous"),
 ]
+test_a_placement_rejects = rejected(
+    {"cp": 2},
+    [
+        (text, lambda mesh, chosen=chosen: Placement(mesh["cp"], mesh["cp"], **chosen), f"models.Placement: {text}")
+        for chosen, text in PLACED
+    ],
+)
 
 
-@pytest.mark.parametrize(("chosen", "text"), PLACED)
-def test_a_placement_rejects(chosen, text):
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            Placement(mesh["cp"], mesh["cp"], **chosen)
-        with pytest.raises(TypeError):
-            Placement(None, mesh["cp"])
-        return str(caught.value)
-
-    assert run(body, CaseSpec(scheme="models", mesh={"cp": 2})).results == (f"models.Placement: {text}",) * 2
+def test_a_placement_without_a_group_is_rejected():
+    sentence = "models.Placement: cp is None; pass a ProcessGroup (a group of size 1 for no context parallelism)"
+    check_rejection({"cp": 2}, "no group", lambda mesh: Placement(None, mesh["cp"]), sentence, TypeError)
 
 
 def test_both_sides_have_the_same_sizes():

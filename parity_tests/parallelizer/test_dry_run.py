@@ -127,41 +127,35 @@ NOT_COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("plan", COUNTED, ids=str)
-def test_bytes_of_each_style_match_the_measured_ones(plan):
+def check_against_a_run(model_of_run, plan):
+    """The shapes and the bytes of a report are a run's."""
+
     def body(view, case):
-        model = fsdp2_strategy_parallelize(three_layers(), view.device_mesh, None, plan)
+        model = fsdp2_strategy_parallelize(model_of_run(), view.device_mesh, None, plan)
         torch.distributed.barrier()
         model(torch.arange(10).view(2, 5)).sum().backward()
         return {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
 
     ranks = run(body, CaseSpec(scheme="dry", mesh={"tp": 2}, dtype="float64"))
-    report = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
+    report = dry_run(model_of_run().to("meta"), {"tp": 2}, plan, tokens=10)
     assert promised(report) == measured(ranks.ledger)
     assert {each.name: each.local_shape for each in report.parameters} == ranks.results[0]
     assert report.unknown == ()
+
+
+@pytest.mark.parametrize("plan", COUNTED, ids=str)
+def test_bytes_of_each_style_match_the_measured_ones(plan):
+    check_against_a_run(three_layers, plan)
 
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("styles", [("colwise", "rowwise"), ("colwise_gather_output", "rowwise_split_input")])
 def test_what_an_adapter_sends_is_what_is_measured(styles, dora):
-    plan = {key: named(style) for key, style in zip("12", styles, strict=True)}
-
     def adapted():
         model = add_lora(three_layers(), ["1", "2"], rank=3, alpha=1.0, dora=dora)
         return model.requires_grad_(True)  # every input has a gradient, as those behind the first adapter have
 
-    def body(view, case):
-        model = fsdp2_strategy_parallelize(adapted(), view.device_mesh, None, plan)
-        torch.distributed.barrier()
-        model(torch.arange(10).view(2, 5)).sum().backward()
-        return {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
-
-    ranks = run(body, CaseSpec(scheme="dry", mesh={"tp": 2}, dtype="float64"))
-    report = dry_run(adapted().to("meta"), {"tp": 2}, plan, tokens=10)
-    assert promised(report) == measured(ranks.ledger)
-    assert {each.name: each.local_shape for each in report.parameters} == ranks.results[0]
-    assert report.unknown == ()
+    check_against_a_run(adapted, {key: named(style) for key, style in zip("12", styles, strict=True)})
 
 
 @pytest.mark.parametrize(("plan", "name"), NOT_COUNTED, ids=str)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parity_tests.parallelizer.styled import Stacks
+from parity_tests.parallelizer.test_dry_run_counts import facts_of
 from torch_impl.parallelizer import translate_to_torch_parallel_style as named
 from torch_impl.parallelizer.dry_run import dry_run
 
@@ -196,16 +197,7 @@ def expected_report(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
 
 def reported(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
     styles = {key: named(style) for key, style in plan.items()}
-    report = dry_run(Mixed(dtype, k, is_bias_frozen), mesh, styles, tokens=tokens)
-    return {
-        "parameters": {
-            p.name: (p.count, p.shape, p.placements, p.local_shape, p.local_bytes) for p in report.parameters
-        },
-        "sent": {(each.phase, each.op, each.axis): (each.calls, each.bytes_in) for each in report.collectives},
-        "bytes on a rank, and in all": (report.local_bytes, report.total_bytes),
-        "unknown": len(report.unknown),
-        "unmatched": len(report.unmatched),
-    }
+    return facts_of(dry_run(Mixed(dtype, k, is_bias_frozen), mesh, styles, tokens=tokens))
 
 
 @pytest.mark.parametrize("arguments", RUNS, ids=lambda run: str(run[0]).replace("'", ""))

@@ -1,7 +1,5 @@
 """Mixtures of experts under ep, tp and FSDP: every gradient, clipping and a step equal one process's."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +16,12 @@ from parity_tests.parallelizer.expert_net import BALANCE, ExpertNet, Z, plan
 from parity_tests.parallelizer.families import empty
 from parity_tests.parallelizer.steps import reduced_loss
 from parity_tests.parallelizer.training import broken_steps, full_arrays, parallelized
+from parity_tests.rejections import check_rejection, rejected
 from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import fsdp2_strategy_parallelize
-from torch_impl.parallelizer.expert_layouts import validate_experts
 from torch_impl.parallelizer.expert_sharding import _equal_parts
+from torch_impl.parallelizer.expert_validation import validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.tp_styles import Experts
 
@@ -151,18 +150,21 @@ def test_one_step_of_sharded_sequences(family, mesh):
     assert broken_steps(alone(family, EVEN), mesh, ranks) == []
 
 
-def test_experts_of_a_block_itself_cannot_have_shards_of_the_sequence():
-    def body(view):
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"ep": 2, "tp": 2}], ids=str)
+def test_experts_of_a_block_itself_cannot_have_shards_of_the_sequence(mesh):
+    def call(view):
         block = nn.ModuleDict({"experts": Biased(replaced())})
         plan = {"h.0.experts": Experts({"gate_up_proj": "packed_colwise", "down_proj": "rowwise"})}
-        with pytest.raises(ValueError, match="experts' of a block has experts; their choices and gates would cover"):
-            model = nn.ModuleDict({"h": nn.ModuleList([block])})
-            fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan, sequence_parallel=True)
-        return True
+        model = nn.ModuleDict({"h": nn.ModuleList([block])})
+        fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan, sequence_parallel=True)
 
-    for mesh in ({"tp": 2}, {"ep": 2, "tp": 2}):
-        ranks = on_mesh(mesh, body)
-        assert all(ranks.results) and ranks.ledger.rows == []
+    check_rejection(
+        mesh,
+        "experts of a block",
+        call,
+        "sequence_parallel=True: 'h.0.experts' of a block has experts; their choices and gates would cover "
+        "only this rank's positions; pass False, or put router and experts into one layer",
+    )
 
 
 @pytest.mark.slow
@@ -260,28 +262,33 @@ def replaced(**attributes):
 
 
 REJECTED = {
-    "has 'gate_up_proj_bias' beside its stacks": replaced(gate_up_proj_bias=nn.Parameter(torch.zeros(4, 6))),
-    "has stacks [4, 5, 2] and [4, 2, 3], not [e, 2f, d] and [e, d, f]": replaced(
+    "has 'gate_up_proj_bias' beside its stacks, which is not sharded over ep; use tp alone": replaced(
+        gate_up_proj_bias=nn.Parameter(torch.zeros(4, 6))
+    ),
+    "has stacks [4, 5, 2] and [4, 2, 3], not [e, 2f, d] and [e, d, f]; use tp alone": replaced(
         gate_up_proj=nn.Parameter(torch.zeros(4, 5, 2))
     ),
-    "has 3 experts, which ep does not divide": replaced(
+    "has 3 experts, which ep does not divide; use an ep that does": replaced(
         gate_up_proj=nn.Parameter(torch.zeros(3, 6, 2)), down_proj=nn.Parameter(torch.zeros(3, 2, 3))
     ),
-    "has the activation GELU, and experts over ep are gated by silu": replaced(act_fn=nn.GELU()),
-    "is not called with hidden_states, top_k_index, top_k_weights": replaced(forward=lambda x: x),
+    "has the activation GELU, and experts over ep are gated by silu; use tp alone": replaced(act_fn=nn.GELU()),
+    "is not called with hidden_states, top_k_index, top_k_weights; use tp alone": replaced(forward=lambda x: x),
 }
 
 
-@pytest.mark.parametrize("message", REJECTED)
-def test_experts_that_are_rejected(message):
-    def body(view):
-        model = nn.ModuleDict({"experts": Biased(REJECTED[message])})
-        with pytest.raises(ValueError, match=re.escape(f"device_mesh: ep=2, and 'experts' {message}")):
-            fsdp2_strategy_parallelize(model, view.device_mesh)
-        return True
-
-    ranks = on_mesh({"ep": 2}, body)
-    assert ranks.results == (True, True) and ranks.ledger.rows == []
+test_experts_that_are_rejected = rejected(
+    {"ep": 2},
+    [
+        (
+            message,
+            lambda mesh, change=change: fsdp2_strategy_parallelize(
+                nn.ModuleDict({"experts": Biased(change)}), mesh.device_mesh
+            ),
+            f"device_mesh: ep=2, and 'experts' {message}",
+        )
+        for message, change in REJECTED.items()
+    ],
+)
 
 
 @given(experts=st.integers(1, 16), ep=st.integers(1, 8))
@@ -303,24 +310,23 @@ def test_ranks_have_equally_many_tokens_or_one_more(tokens, tp):
 
 
 def test_a_model_without_experts_is_rejected():
-    def body(view):
-        with pytest.raises(ValueError, match="device_mesh: ep=2, and Linear has no experts in stacks"):
-            fsdp2_strategy_parallelize(nn.Linear(2, 2), view.device_mesh)
-        return True
-
-    assert on_mesh({"ep": 2}, body).results == (True, True)
+    check_rejection(
+        {"ep": 2},
+        "no experts",
+        lambda mesh: fsdp2_strategy_parallelize(nn.Linear(2, 2), mesh.device_mesh),
+        "device_mesh: ep=2, and Linear has no experts in stacks gate_up_proj and down_proj; "
+        "use dp_shard in place of ep",
+    )
 
 
 def test_experts_that_share_a_stack_are_rejected():
-    def body(view):
+    def call(mesh):
         first, second = Biased(replaced()), Biased(replaced())
         second.down_proj = first.down_proj
-        model = nn.ModuleDict({"first": first, "second": second})
-        with pytest.raises(ValueError, match="'first' shares 'down_proj' with another module; untie it"):
-            fsdp2_strategy_parallelize(model, view.device_mesh)
-        return True
+        fsdp2_strategy_parallelize(nn.ModuleDict({"first": first, "second": second}), mesh.device_mesh)
 
-    assert on_mesh({"ep": 2}, body).results == (True, True)
+    sentence = "'first' shares 'down_proj' with another module; untie it, or use tp alone"
+    check_rejection({"ep": 2}, "tie", call, f"device_mesh: ep=2, and {sentence}")
 
 
 def test_a_frozen_stack_stays_frozen():

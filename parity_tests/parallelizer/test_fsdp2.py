@@ -23,6 +23,7 @@ from parity_tests.parallelizer.training import (
     on_mesh,
     parallelized,
 )
+from parity_tests.rejections import check_rejection
 from shardproof import CaseSpec, Cost, check_cases, ids, scheme, token_below, values
 from shardproof.declare.declared import flat
 from shardproof.engines.engines import run
@@ -406,16 +407,13 @@ def test_misuse(mesh, edit, kind, message):
 
 @pytest.mark.parametrize("wrapped", ["", "model.layers.1", "model.layers.1.mlp"])
 def test_a_model_that_is_parallel_already(wrapped):
-    def body(view, case):
+    def call(view):
         model = model_of(Chosen("llama"), torch.float32)
         fsdp2_strategy_parallelize(model.get_submodule(wrapped), view.device_mesh)
-        with pytest.raises(ValueError) as error:
-            fsdp2_strategy_parallelize(model, view.device_mesh, MixedPrecisionPolicy())
-        return str(error.value)
+        fsdp2_strategy_parallelize(model, view.device_mesh, MixedPrecisionPolicy())
 
     name = repr(wrapped) if wrapped else "FSDPLlamaForCausalLM"
-    message = f"model: {name} is already an FSDPModule; parallelize a model once"
-    assert run(body, CaseSpec(scheme="twice", mesh=DP)).results == (message,) * 2
+    check_rejection(DP, "twice", call, f"model: {name} is already an FSDPModule; parallelize a model once")
 
 
 def test_a_scalar_parameter_is_rejected_before_anything_is_changed():

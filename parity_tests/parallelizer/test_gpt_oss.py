@@ -1,8 +1,5 @@
 """gpt-oss over ep, tp and cp: its experts have biases, its gates and ups alternate, its attention has sinks."""
 
-import re
-from functools import cache
-
 import jax.numpy as jnp
 import pytest
 import torch
@@ -12,21 +9,23 @@ from transformers import AttentionInterface
 
 from jax_ref import expert_parallel as reference
 from parity_tests.parallelizer.configurations import judged
-from parity_tests.parallelizer.families import IGNORED, Chosen, batch, model_of
-from parity_tests.parallelizer.gpt_oss_net import STACKS, GptOssNet, plan
+from parity_tests.parallelizer.context_steps import LENGTH, alone, over_cp
+from parity_tests.parallelizer.families import Chosen, model_of
+from parity_tests.parallelizer.gpt_oss_net import STACKS, GptOssNet, experts_of, plan
 from parity_tests.parallelizer.steps import reduced_loss
-from parity_tests.parallelizer.training import broken, broken_on_ranks, full_arrays, parallelized, summed_loss
+from parity_tests.parallelizer.training import broken, broken_on_ranks, parallelized
+from parity_tests.rejections import check_rejection
 from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.collectives import convert
-from torch_impl.context_parallel import context_parallel_attention, make_cp_batch_and_ctx
+from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
     translate_to_torch_parallel_style,
 )
 from torch_impl.parallelizer.dry_run import dry_run
-from torch_impl.parallelizer.expert_layouts import validate_experts
+from torch_impl.parallelizer.expert_validation import validate_experts
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.module_names import generic
 
@@ -88,7 +87,6 @@ def step_of_gpt_oss_experts(mesh, x, parameters, k, limit, recomputed, resharded
 
 
 GPT_OSS = Chosen("gpt_oss")
-LENGTH = 8  # which 2 cp and tp divide
 SEQUENCES = {"sequence_parallel": True}
 SETTINGS = [
     ({"ep": 2}, {}),
@@ -138,16 +136,6 @@ def test_the_dry_run_has_the_shards_and_the_exchanges():
 
 # ---- Over cp
 
-ROWS = 4
-
-
-@cache
-def alone():
-    ids, targets = (torch.from_numpy(x) for x in batch(GPT_OSS, ROWS, LENGTH))
-    model = model_of(GPT_OSS)
-    (summed_loss(model(input_ids=ids).logits, targets) / int((targets != IGNORED).sum())).backward()
-    return full_arrays(model, gradients=True)
-
 
 def attention_over_cp(
     module, query, key, value, attention_mask, *, scaling, sliding_window, s_aux, cp_group, layout, **others
@@ -156,26 +144,6 @@ def attention_over_cp(
     sinks = convert(s_aux, cp_group, src="R", dst="I")
     options = {"window": sliding_window, "scale": scaling, "sinks": sinks}
     return context_parallel_attention(query, key, value, group=cp_group, layout=layout, **options).transpose(1, 2), None
-
-
-def over_cp(view):
-    """The gradients of a step whose sequences are sharded: the model calls an attention that is registered for it."""
-    axes = mesh_axes(view.device_mesh)
-    ids, targets = (torch.from_numpy(x) for x in batch(GPT_OSS, ROWS, LENGTH))
-    first, step = 0, 1  # ranks of dp_shard and of ep have other rows
-    for axis in {"dp_shard", "ep"} & set(view.device_mesh.mesh_dim_names):
-        first, step = first + step * view.rank(axis), step * view.size(axis)
-    rows = slice(first, None, step)
-    model = model_of(GPT_OSS)
-    model.set_attn_implementation("over_cp")  # transformers makes no mask for an attention that it does not know
-    model = parallelized()(model, view.device_mesh)
-    factory, sharded = make_cp_batch_and_ctx(view.device_mesh, {"input_ids": ids[rows], "labels": targets[rows]})
-    with factory():
-        labels = sharded.pop("labels")
-        logits = model(**sharded, use_cache=False, cp_group=view["cp"], layout=factory.layout).logits
-        loss = summed_loss(logits, labels) / int((targets != IGNORED).sum())
-        (axes.data_size * loss).backward()
-    return full_arrays(model, gradients=True)
 
 
 @pytest.mark.fast_values(1)
@@ -190,33 +158,28 @@ def over_cp(view):
     ids=str,
 )
 def test_over_cp(mesh):
+    """The model calls an attention that is registered; transformers makes no mask for one that it does not know."""
     AttentionInterface.register("over_cp", attention_over_cp)
-    ranks = run(lambda view, case: over_cp(view), CaseSpec("cp", mesh, dtype="float64")).results
-    assert broken_on_ranks(ranks, alone(), mesh) == []
+
+    def body(view, case):
+        return over_cp(view, GPT_OSS, lambda model: model.set_attn_implementation("over_cp"))
+
+    ranks, want = run(body, CaseSpec("cp", mesh, dtype="float64")).results, alone(GPT_OSS)
+    assert broken_on_ranks(ranks, want, mesh) == []
     sinks = "model.layers.0.self_attn.sinks"
-    assert broken(ranks[0], {**alone(), sinks: 2 * alone()[sinks]})  # a factor would show
+    assert broken(ranks[0], {**want, sinks: 2 * want[sinks]})  # a factor would show
 
 
 # ---- What is refused
 
 
-class Experts(nn.Module):
-    """Experts as gpt-oss has them, of two experts with one pair of columns."""
-
-    def __init__(self, **changes):
-        super().__init__()
-        self.gate_up_proj, self.gate_up_proj_bias = nn.Parameter(torch.zeros(2, 4, 6)), nn.Parameter(torch.zeros(2, 6))
-        self.down_proj, self.down_proj_bias = nn.Parameter(torch.zeros(2, 3, 4)), nn.Parameter(torch.zeros(2, 4))
-        self.alpha, self.limit = 1.5, 6.0
-        for name, value in changes.items():
-            setattr(self, name, value)
-
-    def _apply_gate(self, columns):
-        gate, up = columns[..., ::2].clamp(max=self.limit), columns[..., 1::2].clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
-
-    def forward(self, hidden_states, router_indices=None, routing_weights=None):
-        return hidden_states
+def experts(**changes):
+    """Two experts of gpt-oss, each with 3 pairs of columns."""
+    shapes = {"gate_up_proj": (2, 4, 6), "gate_up_proj_bias": (2, 6), "down_proj": (2, 3, 4), "down_proj_bias": (2, 4)}
+    module = experts_of({name: torch.zeros(shape) for name, shape in shapes.items()}, limit=6.0)
+    for name, value in {"alpha": 1.5, **changes}.items():
+        setattr(module, name, value)
+    return module
 
 
 def halves(columns):
@@ -225,37 +188,34 @@ def halves(columns):
 
 
 REJECTED = {
-    "has stacks [2, 4, 6] and [2, 2, 4], not [e, d, 2f] and [e, f, d]": Experts(
+    "has stacks [2, 4, 6] and [2, 2, 4], not [e, d, 2f] and [e, f, d]; use tp alone": experts(
         down_proj=nn.Parameter(torch.zeros(2, 2, 4))
     ),
-    "has stacks [2, 4, 6] and [2, 3, 4], not [e, d, 2f] and [e, f, d]": Experts(
+    "has stacks [2, 4, 6] and [2, 3, 4], not [e, d, 2f] and [e, f, d]; use tp alone": experts(
         down_proj_bias=nn.Parameter(torch.zeros(2, 3))
     ),
-    "has 'extra' beside its stacks": Experts(extra=nn.Parameter(torch.zeros(1))),
-    "has 3 pairs of columns of gate and up, which tp=2 does not divide; use a tp that does": Experts(),
+    "has 'extra' beside its stacks, which is not sharded over ep; use tp alone": experts(
+        extra=nn.Parameter(torch.zeros(1))
+    ),
+    "has 3 pairs of columns of gate and up, which tp=2 does not divide; use a tp that does": experts(),
 }
 WITHOUT_TP = {
-    "has another unit than gpt-oss's, whose gates and ups alternate": Experts(_apply_gate=halves),
-    "is not called with hidden_states, router_indices, routing_weights": Experts(forward=lambda x: x),
+    "has another unit than gpt-oss's, whose gates and ups alternate; use tp alone": experts(_apply_gate=halves),
+    "is not called with hidden_states, router_indices, routing_weights; use tp alone": experts(forward=lambda x: x),
 }
 
 
 @pytest.mark.parametrize("message", [*REJECTED, *WITHOUT_TP])
 def test_experts_that_are_rejected(message):
-    """On every rank, before any of them sends anything."""
-    experts = (REJECTED | WITHOUT_TP)[message]
     mesh = {"ep": 2, "tp": 2} if message in REJECTED else {"ep": 2, "tp": 1}
 
-    def body(view, case):
-        model = nn.ModuleDict({"experts": experts, "up": nn.Linear(2, 2)})
+    def call(view):
+        model = nn.ModuleDict({"experts": (REJECTED | WITHOUT_TP)[message], "up": nn.Linear(2, 2)})
         plan = {"up": translate_to_torch_parallel_style("colwise")} if view.size("tp") > 1 else None
-        with pytest.raises(ValueError, match=re.escape(f"device_mesh: ep=2, and 'experts' {message}")):
-            fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan)
-        return True
+        fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan)
 
-    ranks = run(body, CaseSpec("rejected", mesh, dtype="float64"))
-    assert all(ranks.results) and ranks.ledger.rows == []
+    check_rejection(mesh, "experts", call, f"device_mesh: ep=2, and 'experts' {message}")
 
 
 def test_experts_of_these_sizes_are_taken():
-    assert list(validate_experts(nn.ModuleDict({"experts": Experts()}), 2, 3)) == ["experts"]
+    assert list(validate_experts(nn.ModuleDict({"experts": experts()}), 2, 3)) == ["experts"]

@@ -1,23 +1,21 @@
 """Hybrids of attention with gated delta or Mamba layers: gradients on meshes of dp, tp, ep and cp are one process's."""
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import pytest
-import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from parity_tests.mamba.test_qwen3_next import convolution_over_cp, rule_over_cp
 from parity_tests.parallelizer import configurations
-from parity_tests.parallelizer.families import HYBRIDS, IGNORED, Chosen, batch, model_of
-from parity_tests.parallelizer.training import broken, broken_on_ranks, full_arrays, parallelized, summed_loss
+from parity_tests.parallelizer.context_steps import LENGTH, alone, over_cp
+from parity_tests.parallelizer.families import HYBRIDS, Chosen, model_of
+from parity_tests.parallelizer.training import broken, broken_on_ranks, parallelized
 from shardproof import CaseSpec
 from shardproof.engines.engines import run
-from torch_impl.context_parallel import adapt_model_to_context, make_cp_batch_and_ctx
+from torch_impl.context_parallel import adapt_model_to_context
 from torch_impl.parallelizer import get_hf_tp_shard_plan
-from torch_impl.parallelizer.mesh_axes import mesh_axes
 
-LENGTH = 8  # which 2 cp and tp divide
 SEQUENCES = {"sequence_parallel": True}
 RINGS = {**SEQUENCES, "enable_async_tensor_parallel": True}
 
@@ -75,34 +73,6 @@ def test_the_layers_of_nemotron_are_sharded():
 
 
 QWEN3_NEXT = Chosen("qwen3_next")
-ROWS = 4
-
-
-@cache
-def alone():
-    ids, targets = (torch.from_numpy(x) for x in batch(QWEN3_NEXT, ROWS, LENGTH))
-    model = model_of(QWEN3_NEXT)
-    (summed_loss(model(input_ids=ids).logits, targets) / int((targets != IGNORED).sum())).backward()
-    return full_arrays(model, gradients=True)
-
-
-def over_cp(view, order="dual_chunk_swap"):
-    """The gradients of a step whose sequences are sharded: attention in the context, delta layers by our functions."""
-    axes = mesh_axes(view.device_mesh)
-    ids, targets = (torch.from_numpy(x) for x in batch(QWEN3_NEXT, ROWS, LENGTH))
-    rows = slice(view.rank("dp_shard"), None, view.size("dp_shard"))
-    model = model_of(QWEN3_NEXT)
-    adapt_model_to_context(model)
-    model = parallelized()(model, view.device_mesh)
-    factory, sharded = make_cp_batch_and_ctx(view.device_mesh, {"input_ids": ids[rows], "labels": targets[rows]})
-    with factory():
-        labels = sharded.pop("labels")
-        logits = model(**sharded, use_cache=False, cp_group=view["cp"], layout=order).logits
-        loss = summed_loss(logits, labels) / int((targets != IGNORED).sum())
-        (axes.data_size * loss).backward()
-    return full_arrays(model, gradients=True)
-
-
 OF_THE_MODEL = ("use_cache", "output_router_logits")
 
 
@@ -122,10 +92,16 @@ def own_options(function):
     ids=str,
 )
 def test_qwen3_next_over_cp(mesh, monkeypatch):
+    """Attention in the context, delta layers by our functions."""
     rule = partial(rule_over_cp, chunk_size=4)
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", own_options(convolution_over_cp))
     monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", own_options(rule))
-    ranks = run(lambda view, case: over_cp(view), CaseSpec("cp", mesh, dtype="float64")).results
+
+    def body(view, case):
+        return over_cp(view, QWEN3_NEXT, adapt_model_to_context)
+
+    ranks = run(body, CaseSpec("cp", mesh, dtype="float64")).results
     monkeypatch.undo()
-    assert broken_on_ranks(ranks, alone(), mesh) == []
-    assert broken(ranks[0], {**alone(), "lm_head.weight": 2 * alone()["lm_head.weight"]})  # a factor would show
+    want = alone(QWEN3_NEXT)
+    assert broken_on_ranks(ranks, want, mesh) == []
+    assert broken(ranks[0], {**want, "lm_head.weight": 2 * want["lm_head.weight"]})  # a factor would show

@@ -20,7 +20,7 @@ from torch_impl.parallelizer import (
     register_tp_plan,
 )
 from torch_impl.parallelizer.adapters.megatron import choose_backend, have
-from torch_impl.parallelizer.expert_layouts import validate_experts
+from torch_impl.parallelizer.expert_validation import validate_experts
 from torch_impl.parallelizer.fsdp2 import BackendKind, CheckpointingKind, PlanOrPathKind, PolicyKind, SelectiveKind
 from torch_impl.parallelizer.registry import imported_plan
 from torch_impl.parallelizer.tp_plan import REMOVED, styles_by_module

@@ -95,6 +95,20 @@ def test_gradients_match_the_full_model(p, options):
     )
 
 
+def check_reduced(options, times):
+    """The gradients over dp are the full model's, and each unit reduces its own so many times."""
+    ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
+    gradients = {}
+    for rank, (_, _, of_rank, units) in enumerate(ranks.results):
+        gradients |= of_rank
+        assert sum(row.op == "reduce_scatter" for row in ranks.ledger.of(rank)) == times * units
+    _, expected = accumulated(OF, N, "float64", range(N))
+    assert set(gradients) == set(expected)
+    for parameter, bits in expected.items():
+        ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (gradients[parameter], bits))
+        assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
+
+
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "a file"])
@@ -109,16 +123,7 @@ def test_with_fsdp_inside_stages(name, once, tmp_path):
             "pipeline_parallel_schedule_csv": written(tmp_path, dumped(rows)),
         }
     options["patch_stage_backward_maybe_with_nosync"] = once
-    ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
-    gradients = {}
-    for rank, (_, _, of_rank, units) in enumerate(ranks.results):
-        gradients |= of_rank
-        assert sum(row.op == "reduce_scatter" for row in ranks.ledger.of(rank)) == units  # once, not per micro-batch
-    _, expected = accumulated(OF, N, "float64", range(N))
-    assert set(gradients) == set(expected)
-    for parameter, bits in expected.items():
-        ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (gradients[parameter], bits))
-        assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
+    check_reduced(options, times=1)
 
 
 @pytest.mark.slow
@@ -130,15 +135,7 @@ def test_gradients_reduced_after_each_microbatch_are_the_same(name):
         "seq_len": LENGTH,
         "reduce_grad_per_microbatch": True,
     }
-    ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
-    gradients = {}
-    for rank, (_, _, of_rank, units) in enumerate(ranks.results):
-        gradients |= of_rank
-        assert sum(row.op == "reduce_scatter" for row in ranks.ledger.of(rank)) == N * units
-    _, expected = accumulated(OF, N, "float64", range(N))
-    for parameter, bits in expected.items():
-        ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (gradients[parameter], bits))
-        assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
+    check_reduced(options, times=N)
 
 
 def test_a_part_that_would_be_reduced_each_time_is_rejected():

@@ -99,20 +99,22 @@ def test_targets_of_a_load_balanced_shard(cp):
     np.testing.assert_array_equal(np.concatenate([x for x, _ in results], axis=1), [[*range(1, 4 * cp), -100]])
 
 
-def test_an_odd_shard_is_rejected():
-    def body(mesh, case):
-        with pytest.raises(ValueError) as caught:
-            vp.cp_load_balanced_to_contiguous(torch.zeros(1, 5), mesh["cp"])
-        with pytest.raises(ValueError) as other:
-            vp.cp_shift_next(torch.zeros(1, 5), mesh["cp"], 2)
-        return str(caught.value), str(other.value)
-
-    odd = "tensor has 5 positions per rank along seq_dim=1; dual_chunk_swap over cp=2 needs an even number; pad s to 12"
-    messages = (
-        f"vocab_parallel.cp_load_balanced_to_contiguous: {odd}",
-        "vocab_parallel.cp_shift_next: seq_dim=2 is outside a tensor of 2 dims",
-    )
-    assert on_ranks(2, body) == (messages,) * 2
+ODD = "tensor has 5 positions per rank along seq_dim=1; dual_chunk_swap over cp=2 needs an even number; pad s to 12"
+test_shards_that_are_rejected = rejected(
+    {"cp": 2},
+    [
+        (
+            "odd",
+            lambda mesh: vp.cp_load_balanced_to_contiguous(torch.zeros(1, 5), mesh["cp"]),
+            f"vocab_parallel.cp_load_balanced_to_contiguous: {ODD}",
+        ),
+        (
+            "dim",
+            lambda mesh: vp.cp_shift_next(torch.zeros(1, 5), mesh["cp"], 2),
+            "vocab_parallel.cp_shift_next: seq_dim=2 is outside a tensor of 2 dims",
+        ),
+    ],
+)
 
 
 NUMBER, OF, REMEDY = "pass a number", "is not a value of", "pass one, or convert the tensor"

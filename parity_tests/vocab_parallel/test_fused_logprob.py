@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
+from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_beside, saved_in_inference
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
 from torch_impl.vocab_parallel import vocab_parallel_logprob
@@ -32,31 +33,17 @@ def logprob(mesh, z, target=TARGET, **options):
 @pytest.mark.parametrize(("with_entropy", "bytes_per_token"), [(False, 12), (True, 16)])
 def test_saves_the_logits_by_reference_and_a_few_bytes_per_token(with_entropy, bytes_per_token):
     def body(mesh, case):
-        z, saved = logits(mesh.rank("tp")), []
-
-        def keep(x):
-            saved.append(x)
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            logprob(mesh, z, with_entropy=with_entropy)
-        extra = [x for x in saved if x.data_ptr() != z.data_ptr()]
-        return len(saved) - len(extra), sum(x.nbytes for x in extra)
+        z = logits(mesh.rank("tp"))
+        return saved_beside((z,), lambda: logprob(mesh, z, with_entropy=with_entropy))
 
     assert on_two_ranks(body) == ((1, bytes_per_token * B * S),) * 2
 
 
 def test_inference_only_saves_nothing():
     def body(mesh, case):
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
-            y = logprob(mesh, logits(0), inference_only=True)
-        with pytest.raises(RuntimeError) as caught:
-            y.sum().backward()
-        return len(saved), str(caught.value)
+        return saved_in_inference(lambda: logprob(mesh, logits(0), inference_only=True))
 
-    message = "inference_only=True saved nothing for backward; call with inference_only=False"
-    assert on_two_ranks(body) == ((0, message),) * 2
+    assert on_two_ranks(body) == (NOTHING_SAVED,) * 2
 
 
 class Largest(TorchDispatchMode):

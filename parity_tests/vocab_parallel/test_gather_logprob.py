@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import gather_logprob
+from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, ignored
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
+from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_beside, saved_in_inference
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
@@ -129,13 +131,8 @@ def test_duplicates_of_a_certain_id_keep_their_digits(tp):
 
 
 def test_no_chunk_size_changes_the_ledger():
-    rows = set()
-    for chunk_size in (None, *range(1, 9)):
-        case = gathered_logprob.case(tp=2, b=2, s=5, v=6, k=3, seed=3, chunk_size=chunk_size)
-        report = verify_case(gathered_logprob, case)
-        report.raise_if_failed()
-        rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
-    assert len(rows) == 1 and {(op, phase) for _, op, _, _, phase in next(iter(rows))} == {("all_gather", "fwd")}
+    calls = calls_of_all(gathered_logprob, (None, *range(1, 9)), tp=2, b=2, s=5, v=6, k=3, seed=3)
+    assert calls == {("all_gather", "fwd")}
 
 
 def test_gradcheck():
@@ -151,13 +148,8 @@ def test_gradcheck():
 @pytest.mark.parametrize("k", [1, 4])
 def test_saves_the_logits_by_reference_and_a_few_bytes_per_token(k):
     def body(mesh, case):
-        z, saved = torch.zeros(2, 3, 64, requires_grad=True), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            vp.ChunkedDistributedGatherLogprob.apply(
-                z, torch.zeros(2, 3, k, dtype=torch.int64), 0, 64, None, mesh["tp"]
-            )
-        extra = [x for x in saved if x.data_ptr() != z.data_ptr()]
-        return len(saved) - len(extra), sum(x.nbytes for x in extra)
+        z, ids = torch.zeros(2, 3, 64, requires_grad=True), torch.zeros(2, 3, k, dtype=torch.int64)
+        return saved_beside((z,), lambda: vp.ChunkedDistributedGatherLogprob.apply(z, ids, 0, 64, None, mesh["tp"]))
 
     result = run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results
     assert result == ((1, (8 + 4 * k) * 2 * 3),)
@@ -165,17 +157,10 @@ def test_saves_the_logits_by_reference_and_a_few_bytes_per_token(k):
 
 def test_inference_only_saves_nothing():
     def body(mesh, case):
-        z, saved = torch.zeros(1, 2, 4, requires_grad=True), []
-        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
-            y = vp.ChunkedDistributedGatherLogprob.apply(
-                z, torch.zeros(1, 2, 3, dtype=torch.int64), 0, 4, 1, mesh["tp"], True
-            )
-        with pytest.raises(RuntimeError) as caught:
-            y.sum().backward()
-        return len(saved), str(caught.value)
+        z, ids = torch.zeros(1, 2, 4, requires_grad=True), torch.zeros(1, 2, 3, dtype=torch.int64)
+        return saved_in_inference(lambda: vp.ChunkedDistributedGatherLogprob.apply(z, ids, 0, 4, 1, mesh["tp"], True))
 
-    message = "inference_only=True saved nothing for backward; call with inference_only=False"
-    assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results == ((0, message),)
+    assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results == (NOTHING_SAVED,)
 
 
 STRIDES = {

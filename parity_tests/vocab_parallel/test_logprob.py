@@ -10,6 +10,7 @@ import torch
 
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.slow import slow_but
+from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
@@ -267,13 +268,8 @@ def test_equal_logits_have_the_largest_entropy_and_no_slope(tp):
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_no_chunk_size_changes_the_ledger(engine):
-    rows = set()
-    for chunk_size in (None, *range(1, 9)):
-        case = vocab_parallel_logprob.case(tp=2, b=2, s=5, v=6, seed=3, chunk_size=chunk_size, engine=engine)
-        report = verify_case(vocab_parallel_logprob, case)
-        report.raise_if_failed()
-        rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
-    assert len(rows) == 1 and {(op, phase) for _, op, _, _, phase in next(iter(rows))} == {("all_gather", "fwd")}
+    sizes = dict(tp=2, b=2, s=5, v=6, seed=3)
+    assert calls_of_all(vocab_parallel_logprob, (None, *range(1, 9)), **sizes, engine=engine) == {("all_gather", "fwd")}
 
 
 def test_gradcheck():

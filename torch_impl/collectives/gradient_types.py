@@ -1,8 +1,8 @@
 """Change the gradient type of a tensor without a forward collective: `reinterpret` and `convert`.
 
-A tensor has one of four types over a group: R replicated, I invariant, V varying, P partial. `convert` keeps what the
-ranks' tensors mean together; `reinterpret` keeps the tensor of each rank. Most changes need no communication in either
-direction, and some not even a call; the manual has them in one table.
+A tensor has one of four types over a group: R replicated, I invariant, V varying, P partial. `convert` keeps the full
+value that the ranks' tensors represent; `reinterpret` keeps the tensor of each rank. Most changes need no communication
+in either direction, and some not even a call; the manual has them in one table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BY_COLLECTIVE = {
 def reinterpret(
     x: ShardedNumber[Tensor, "..."], group: Group[ProcessGroup, "axis"], *, src: LocalType, dst: LocalType
 ) -> ShardedNumber[Tensor, "..."]:
-    """The tensor of each rank, unchanged, with another gradient type. The ranks' tensors may then mean another whole.
+    """The tensor of each rank, unchanged, with another gradient type. Their full value may change.
 
         I -> R        V -> P
         A      A      Ax     +Ax
@@ -71,7 +71,7 @@ def convert(
     dim: int = 0,
     lengths: Sequence[int] | None = None,
 ) -> ShardedNumber[Tensor, "..."]:
-    """The same whole with another gradient type: a shard of it, a term of it, or the tensor as it is. Sends nothing.
+    """The same full value with another gradient type: its shard, its term, or the tensor itself. Sends nothing.
 
         R, I -> V                    R, I -> P         V -> P
         [A0, A1, A2]     A0          A     +A          A0           +[A0, 0, 0]
@@ -87,7 +87,7 @@ def convert(
 
     Cost:   forward none, and I -> R and R -> I share the memory of x; backward 1 all_reduce for I -> R, bfloat16 and
             float16 as float32, 1 all_gather of the longest shard for I -> V, and none otherwise. Saves nothing.
-    Errors: TypeError if group is not a ProcessGroup; ValueError for types that only a collective takes to each other,
+    Errors: TypeError if group is not a ProcessGroup; ValueError for a change that only a collective can make,
             for a dim that x lacks, and for lengths that do not fit the group or x or do not belong to the change.
     Source: the names follow meta-pytorch/spmd_types 0.3.1.
     """

@@ -20,7 +20,8 @@ from torch_impl.contract.rejected import TypeProblem, of_argument, rejection
 # number that a later argument is compared with is stored under its argument's name ("vocab_start_index").
 Sizes = dict[str, tuple[Any, str]]
 LARGEST = 2**63 - 1  # of torch's integers
-# Keys beside dims, whose names have no blank: the device of the tensors; one that autograd cannot save; one it follows.
+# Further keys, which begin with a blank as no dim does: the tensors' device, a tensor that autograd cannot save, and a
+# tensor that autograd follows.
 DEVICE, INFERENCE, GRADIENT = " device", " inference", " gradient"
 
 
@@ -189,7 +190,7 @@ class Instance:
 class ListOf:
     """A list or tuple with elements of one kind; messages call the elements `nouns`.
 
-    With `if_empty`, an advice for the message, the list must not be empty.
+    An empty list is rejected with the advice `if_empty`, if one is given.
     """
 
     element: Instance | ListOf
@@ -198,7 +199,7 @@ class ListOf:
 
     @property
     def shows_value(self) -> bool:
-        """Whether messages show the value, as for the elements."""
+        """Whether messages show the value: as messages about an element do."""
         return self.element.shows_value
 
     def problem(self, value: Any) -> str | None:

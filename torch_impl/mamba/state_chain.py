@@ -1,8 +1,8 @@
-"""Runs of a rank's stream in blocks, and the chain along which ranks pass on states by matrix transitions.
+"""The runs of a rank's stream, cut into blocks, and the chain along which ranks pass states on, by matrix transitions.
 
-A run is a run of tokens of one sequence on one rank. Its final state is `transition @ entering + state`, where `state`
-is the final state if nothing enters. Each rank sends both for the runs that another rank continues; every rank then
-computes the states that enter its own.
+A run is consecutive tokens of one sequence on one rank. Its final state is `transition @ entering + state`, where
+`state` is the final state if nothing enters. Each rank sends both for the runs that another rank continues; every rank
+then computes the states that enter its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch_impl.mamba.segments import Blocks, _blocks, _check_order, _halves, _o
 class Chain:
     """The order in which states pass from run to run.
 
-    `order` has a row for each sequence (a single row for a contiguous stream), with the sent runs of all ranks by
-    position; an entry `continues` the entry before it, or starts a sequence. `sent` and `received` are the local runs
+    `order` has a row for each sequence (a single row for a contiguous stream): the sent runs of all ranks, sorted by
+    position. An entry `continues` the entry before it, or starts a sequence. `sent` and `received` are the local runs
     that send a state and that receive one. A received state follows `before` entries of its row; 0 means that no state
     enters. A sent run is at `position` of its row.
     """
@@ -45,9 +45,9 @@ class Chain:
 class Runs:
     """The runs of one rank; they depend on the layout alone.
 
-    `is_first` marks the first block of each run, and `last` is the last one, or -1 in a run without tokens. `sequence`
-    is the sequence of a run, which `begins` or `ends` it or neither. A sequence without tokens begins and ends in one
-    run of one rank.
+    `is_first` marks the first block of each run, and `last` is its last block, or -1 for a run without tokens.
+    `sequence` is the sequence of a run, and the run `begins` or `ends` it, or neither. A sequence without tokens begins
+    and ends in one run of one rank.
     """
 
     blocks: Blocks
@@ -82,7 +82,7 @@ def _runs_of_halves(layout: TokenLayout, chunk_size: int) -> Runs:
 
 
 def _runs_in_order(layout: TokenLayout, chunk_size: int) -> Runs:
-    """Each sequence is a run, without tokens on most ranks. The last sends a state, and the first receives one."""
+    """Each sequence is a run on every rank, mostly without tokens. A rank's last run sends, and its first receives."""
     n, rank, ids = layout.cp_size, layout.cp_rank, layout.sequence_ids
     cu, counts = layout.cu_padded.long(), torch.tensor(layout.counts, device=ids.device)
     ends = counts.cumsum(0)
@@ -132,8 +132,8 @@ class PassedStates(torch.autograd.Function):
     """The states that enter the received runs, from the states and the transitions of the runs of all ranks.
 
     Along each row of the chain left[m + 1] = transition[m] entering[m] + state[m], and entering[m] is left[m] if entry
-    m continues the one before it, else 0. The first run of a rank is entered by left[m], which may end in it: then the
-    run that the rank sends is another one. Backward runs along the row from its end, with the cotangents c of the
+    m continues the one before it, else 0. A rank's first run receives a state, and its last run sends one; they may be
+    two runs. Backward runs along the row from its end, with the cotangents c of the
     states that enter:
 
         d left[m] = c[m] + transition[m]^T d left[m + 1], without the second term where entry m continues nothing

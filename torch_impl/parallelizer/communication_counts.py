@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from torch_impl.expert_parallel.exchange_cost import mean_rows
 from torch_impl.parallelizer.blocks import units
-from torch_impl.parallelizer.expert_layouts import layout_of
+from torch_impl.parallelizer.expert_layouts import layout_of, sizes_of
 from torch_impl.parallelizer.head_styles import (
     Conv1DColwise,
     Conv1DPackedColwise,
@@ -146,7 +146,7 @@ def expert_counts(
     """
     down = module.get_parameter("down_proj")
     (e, *_), (ep, tp), (ep_axis, tp_axis) = down.shape, ranks, axes
-    width = down.shape[layout_of(module).widths["down_proj"]]
+    width = sizes_of(module, layout_of(module))["d"]
     itemsize = _itemsizes(down.dtype, keeps_dtype)[0]
     own, wide, counted = -(-tokens // tp), max(itemsize, SUMMED), 2 * ep * INT64
     sent = mean_rows(own * ep, k, e, ep)

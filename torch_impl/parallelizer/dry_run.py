@@ -20,8 +20,9 @@ from torch_impl.parallelizer.communication_counts import (
     style_counts,
     total,
 )
-from torch_impl.parallelizer.expert_layouts import layout_of, validate_experts
+from torch_impl.parallelizer.expert_layouts import layout_of
 from torch_impl.parallelizer.expert_sharding import fsdp_dims
+from torch_impl.parallelizer.expert_validation import validate_experts
 from torch_impl.parallelizer.fsdp2 import check_dims
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, style_names
 from torch_impl.parallelizer.lora_styles import module_placements
@@ -128,7 +129,8 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     for name, module in experts.items():
         stacks |= {f"{name}.{leaf}": dim for leaf, dim in fsdp_dims(module, edp.shards).items()}
         if roles["tp"] is not None:
-            placements |= {f"{name}.{leaf}": shard() for leaf, shard in layout_of(module).placements.items()}
+            layout = layout_of(module)
+            placements |= {f"{name}.{leaf}": layout.placement(leaf) for leaf in layout.dims}
     shapes = {
         id(p): _local_shape(_local_shape(p.shape, Shard(0), ep if name in stacks else 1), placements.get(name), tp)
         for name, p in model.named_parameters()

@@ -50,9 +50,10 @@ def shard_experts(modules: Mapping[str, nn.Module], axes: MeshAxes) -> None:
     ep_group = axes.mesh[axes.ep].get_group()
     for module in modules.values():
         layout = layout_of(module)
-        for leaf, on_tp in layout.placements.items():
+        for leaf in layout.dims:
             stack = module.get_parameter(leaf)
-            placements = [Shard(0) if name == axes.ep else on_tp() for name in mesh.mesh_dim_names or ()]
+            on_tp = layout.placement(leaf)
+            placements = [Shard(0) if name == axes.ep else on_tp for name in mesh.mesh_dim_names or ()]
             shard = distribute(stack, mesh, placements, source=0)
             module.register_parameter(leaf, nn.Parameter(shard, requires_grad=stack.requires_grad))
         # Set it on the instance: transformers chooses its implementation inside the class's forward.
@@ -67,8 +68,8 @@ def fsdp_dims(module: nn.Module, ranks: int) -> dict[str, int]:
     and the full tensor has one order. FSDP shards only the first dim into unequal parts. A bias of columns has no
     width.
     """
-    layout = layout_of(module)
-    dims = {leaf: layout.widths.get(leaf, 0) for leaf in layout.placements}
+    of_leaves = layout_of(module).dims.items()
+    dims = {leaf: names.index("d") if "d" in names else 0 for leaf, names in of_leaves}
     return {leaf: 0 if module.get_parameter(leaf).shape[dim] % ranks else dim for leaf, dim in dims.items()}
 
 

@@ -23,8 +23,8 @@ from torch_impl.contract import Mesh, Module, NonNegativeInt, Number, Rejected, 
 from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, prefetch_blocks, save_products, units
-from torch_impl.parallelizer.expert_layouts import validate_experts
 from torch_impl.parallelizer.expert_sharding import fsdp_dims, shard_experts
+from torch_impl.parallelizer.expert_validation import validate_experts
 from torch_impl.parallelizer.memory_budget import budget_in_force
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 from torch_impl.parallelizer.mixed_dtypes import units_of_rarer_dtypes

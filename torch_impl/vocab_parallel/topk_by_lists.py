@@ -119,13 +119,13 @@ def _bounds_of_rows(
     k_largest: Float[Tensor, "n k"], ties: Float[Tensor, " n"], temperature: float, top_p: float | None
 ) -> FilterBounds:
     """The bounds of the kept tokens, from the k largest logits and the number `ties` of logits equal to the k-th."""
-    # 1. Weights of the tokens above the k-th largest, without the first token, which is the 1 of 1 + R.
+    # 1. Weights of the tokens above the k-th largest. All weights add up to 1 + R: the first token is the 1, left out.
     row_max, kth = k_largest[:, :1], k_largest[:, -1:]
     is_above = k_largest > kth
     is_above[:, 0] = False
     weights = torch.where(is_above, weight_of(k_largest, row_max, temperature), 0.0)
     upto = weights.cumsum(-1)
-    # 2. R over all tokens that top-k keeps: these and the ties of the k-th largest, which may include the first token.
+    # 2. R is over the other tokens that top-k keeps: these, and the ties of the k-th largest without the first token.
     weight, first_is_tie = weight_of(kth, row_max, temperature), kth == row_max
     other_ties = ties.unsqueeze(-1) - first_is_tie.to(ties.dtype)
     row_sum_m1 = upto[:, -1:] + other_ties * torch.where(other_ties > 0, weight, 0.0)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from parity_tests.evidence.failures import kinds
 from parity_tests.specimens.engine_agreement import all_gather
 from shardproof.declare.case import CaseSpec
 from shardproof.engines import failure
@@ -23,7 +24,7 @@ VERDICT_S = 0.05
 FILE = "test_failure_matrix_lockstep.py"
 SIDE = re.compile(
     r"rank (\d+) (?:in|waits in|returned and never waited for|was stopped before its next collective; its last was) "
-    rf"(\w+) .*?\(group ([\w,]+), #(\d+)\) at {FILE}:(\d+)"
+    rf"(\w+) .*?\(group ([\w,]+), #(\d+)\) at (?:{FILE}|kinds.py):(\d+)"
 )
 
 
@@ -58,27 +59,11 @@ def other_dtype(mesh: Any, case: CaseSpec) -> None:
     dist.all_reduce(torch.ones(3, dtype=dtype), group=mesh["tp"])
 
 
-def other_reduce_op(mesh: Any, case: CaseSpec) -> None:
-    op = dist.ReduceOp.MAX if mesh.rank("tp") == 1 else dist.ReduceOp.SUM
-    dist.all_reduce(torch.ones(3), op=op, group=mesh["tp"])
-
-
-def reduce_or_broadcast(mesh: Any, case: CaseSpec) -> None:
-    if mesh.rank("tp") == 1:
-        dist.broadcast(torch.ones(3), group_src=0, group=mesh["tp"])
-    else:
-        dist.all_reduce(torch.ones(3), group=mesh["tp"])
-
-
 def reduce_or_gather(mesh: Any, case: CaseSpec) -> None:
     if mesh.rank("tp") == 1:
         all_gather(torch.empty(3 * mesh.size("tp")), torch.ones(3), group=mesh["tp"])
     else:
         dist.all_reduce(torch.ones(3), group=mesh["tp"])
-
-
-def other_root(mesh: Any, case: CaseSpec) -> None:
-    dist.broadcast(torch.ones(3), group_src=mesh.rank("tp") % 2, group=mesh["tp"])
 
 
 def uneven_gather(mesh: Any, case: CaseSpec) -> None:
@@ -119,12 +104,6 @@ def other_tag(mesh: Any, case: CaseSpec) -> None:
         dist.send(torch.ones(4), group_dst=1, group=mesh["tp"], tag=5)
     if mesh.rank("tp") == 1:
         dist.recv(torch.ones(4), group_src=0, group=mesh["tp"], tag=6)
-
-
-def all_send_first(mesh: Any, case: CaseSpec) -> None:
-    rank, world = mesh.rank("tp"), mesh.size("tp")
-    dist.send(torch.ones(4), group_dst=(rank + 1) % world, group=mesh["tp"])
-    dist.recv(torch.ones(4), group_src=(rank - 1) % world, group=mesh["tp"])
 
 
 def skips(mesh: Any, case: CaseSpec) -> None:
@@ -201,10 +180,12 @@ MISTAKES = (
     Mistake(other_size, failure.CollectiveMismatch, "shapes differ, [3] and [2]"),
     Mistake(other_shape, failure.CollectiveMismatch, "shapes differ, [2, 3] and [3, 2]"),
     Mistake(other_dtype, failure.CollectiveMismatch, "dtypes differ, float32 and int32"),
-    Mistake(other_reduce_op, failure.CollectiveMismatch, "reduce ops differ, SUM and MAX"),
-    Mistake(reduce_or_broadcast, failure.CollectiveMismatch, "different operations meet", ("all_reduce", "broadcast")),
+    Mistake(kinds.other_reduce_op, failure.CollectiveMismatch, "reduce ops differ, SUM and MAX"),
+    Mistake(
+        kinds.other_operation, failure.CollectiveMismatch, "different operations meet", ("all_reduce", "broadcast")
+    ),
     Mistake(reduce_or_gather, failure.CollectiveMismatch, "different operations meet", ("all_reduce", "all_gather")),
-    Mistake(other_root, failure.CollectiveMismatch, "roots differ, 0 and 1", ("broadcast",)),
+    Mistake(kinds.other_root, failure.CollectiveMismatch, "roots differ, 0 and 1", ("broadcast",)),
     Mistake(uneven_gather, failure.CollectiveMismatch, "shapes differ, [4] and [3]", ("all_gather",)),
     Mistake(uneven_scatter, failure.CollectiveMismatch, "outputs differ, float32[4] and float32[3]", ("scatter",)),
     Mistake(
@@ -218,7 +199,7 @@ MISTAKES = (
     Mistake(other_size_functional, failure.CollectiveMismatch, "shapes differ, [3] and [2]"),
     Mistake(short_receive, failure.CollectiveMismatch, "shapes differ, [4] and [2]", ("send", "recv")),
     Mistake(other_tag, failure.CollectiveMismatch, "tags differ, 5 and 6", ("send", "recv")),
-    Mistake(all_send_first, failure.Deadlock, "rank 0 waits in send float32[4] peer=1", ("send",)),
+    Mistake(kinds.all_send_first, failure.Deadlock, "rank 0 waits in send float32[4] peer=1", ("send",)),
     Mistake(skips, failure.Deadlock, "rank 1 returned without this all_reduce", ranks=(0,)),
     Mistake(skips_the_first_of_two, failure.Deadlock, "on rank 1: one of them may have left out a call", ranks=(0,)),
     Mistake(receives_what_nobody_sends, failure.Unwaited, "rank 1 returned and never waited for recv", ("recv",), (1,)),

@@ -96,7 +96,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[s
 def _declaration_of(path: Path) -> tuple[str, ...] | None:
     """The scheme, file and implementation of a replay file; None if it was renamed or edited, or is not a replay.
 
-    Such files are kept: whoever renames a replay wants it.
+    Such files are kept: a user renames a replay in order to keep it.
     """
     try:
         constants = constants_of(path)
@@ -168,7 +168,7 @@ def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
                 raise ValueError(candidate.sentence)
             return candidate
     for candidate in declarations:
-        if isinstance(candidate, FailedImport):  # it exits, or has ended an earlier process of this command
+        if isinstance(candidate, FailedImport):  # its import exits, or has ended an earlier process
             raise NotJudged(candidate.sentence, candidate.status)
     raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
 

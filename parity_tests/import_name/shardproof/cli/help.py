@@ -91,7 +91,7 @@ def epilog(verb: str | None) -> str:
 
 
 def versions() -> str:
-    """`shardproof 0.1.0 (Python 3.11.7, torch 2.13.0, jax 0.10.2)`, and a line for each that is newer than tested."""
+    """`shardproof 0.1.0 (Python 3.11.7, torch 2.13.0, jax 0.10.2)`, and a line for each newer than tested."""
     import platform
     from importlib.metadata import version
 

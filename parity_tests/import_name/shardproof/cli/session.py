@@ -62,7 +62,7 @@ BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 
 class Interrupted(KeyboardInterrupt):
-    """Between the first and the last of several schemes; `outcome` has those that are judged."""
+    """An interrupt between several schemes; `outcome` has the verdicts so far."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def verify(
 
 
 def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
-    """Print the reports and write the files, also those after one that cannot be written. Errors: OSError."""
+    """Print the reports and write all files; if one cannot be written, write the others. Errors: OSError."""
     console = Console(stderr="-" in paths.values())
     texts = {
         paths["json"]: partial(summary.as_json, outcome),
@@ -186,7 +186,7 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
 def _told_if_ended(
     outcome: Outcome, rest: Sequence[Declared], options: VerifyOptions
 ) -> contextlib.AbstractContextManager[None]:
-    """A block that judges the first of these schemes. If torchrun ends the job in it, what is judged is published."""
+    """A block that judges the first of these schemes. If torchrun ends the job in it, publish the verdicts so far."""
     if options.engine != "torchrun":
         return contextlib.nullcontext()
     from shardproof.engines.processes import launch
@@ -203,7 +203,7 @@ def _told_if_ended(
 
 @contextlib.contextmanager
 def _named_if_long(what: str, bar: Progress) -> Iterator[None]:
-    """Name on standard error what has run for LONG_S seconds, where no progress bar does."""
+    """Name on standard error a scheme that has run for LONG_S seconds, if no progress bar shows it."""
 
     def name() -> None:
         print(f"shardproof: {what}, has run for {LONG_S:g} s; --limit SECONDS ends it", file=sys.stderr, flush=True)
@@ -288,7 +288,7 @@ def _of_death(scheme: Declared, known: tuple[RankFailure, str] | None) -> Report
 
 
 def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, *, several: bool) -> Outcome:
-    """The outcome of one scheme. Of several, one that raises costs its own verdict alone."""
+    """The outcome of one scheme. If one of several raises, only its own verdict is lost."""
     outcome = Outcome()
     try:
         reason = _not_applicable(scheme, options) if several else None

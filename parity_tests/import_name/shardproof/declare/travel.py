@@ -79,25 +79,23 @@ def dumps(travelling: Any, *, file_is_imported: bool = False) -> bytes:
     fn = getattr(travelling, "fn", travelling)
     check_travels(fn)
     imported = set() if file_is_imported else IMPORTED_WITH_SCHEMES
-    with _by_value({getattr(fn, "__module__", None) or "__main__", *imported}):
-        file = io.BytesIO()
-        try:
-            _Pickler(file, file_is_imported).dump(travelling)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            name = getattr(fn, "__name__", type(fn).__name__)
-            what = f"scheme '{name}': the function cannot be sent to other processes: {error}"
-            raise CannotTravel(f"{what}; make what it uses inside it, or a global of a file that it imports") from error
-        return file.getvalue()
+    modules = {getattr(fn, "__module__", None) or "__main__", *imported}
+    try:
+        return state_of(travelling, modules, file_is_imported=file_is_imported)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        what = f"scheme '{name}': the function cannot be sent to other processes: {error}"
+        raise CannotTravel(f"{what}; make what it uses inside it, or a global of a file that it imports") from error
 
 
-def state_of(function: Any, modules: set[str]) -> bytes:
+def state_of(function: Any, modules: set[str], *, file_is_imported: bool = False) -> bytes:
     """A function pickled with all that it uses of these modules; equal bytes as long as nothing of it is changed.
 
     Errors: any that an object raises which cannot be pickled.
     """
     with _by_value(modules):
         file = io.BytesIO()
-        _Pickler(file, file_is_imported=False).dump(function)
+        _Pickler(file, file_is_imported).dump(function)
         return file.getvalue()
 
 

@@ -149,7 +149,7 @@ def _pair_shapes(
     options: Mapping[str, Any],
     chosen: Sequence[Mapping[str, int]],
 ) -> list[dict[str, int]]:
-    """Shapes that give each mesh the features which no chosen shape gives it, few by taking several at once.
+    """Few shapes that give each mesh the features that no chosen shape gives it; one shape gives several.
 
     Sizes of dims that list them meet every mesh. Other sharded dims have each local size on the largest mesh: a halo
     may be wider than a neighbour's shard there, and smaller meshes follow in the rounds.
@@ -171,7 +171,7 @@ def _pair_shapes(
             for size in sizes:
                 if features(scheme, {name: size}, mesh) <= covered:
                     continue
-                # A turn that has the size by itself leaves the other sizes as they come; else the size is fixed.
+                # Prefer a turn that has the size by itself, with its usual other sizes; else fix the size.
                 wanted = features(scheme, {name: size}, mesh)
                 turns = [fixed] if not declared else []
                 shape = None
@@ -193,8 +193,7 @@ def _new_shape(
     wanted: set[tuple[str, str]],
     start: int,
 ) -> dict[str, int] | None:
-    """Of the shapes of all turns that suit the mesh and have the wanted feature, the one with the most features that
-    are not covered; or None. The turns begin at another one for each shape, so that other sizes vary."""
+    """The fitting shape with the wanted feature that covers most new ones, or None; `start` varies the other sizes."""
     order = (1 + (start + turn) % (TURNS - 1) for turn in range(TURNS - 1))
     turns = [shape for turn in order if (shape := shape_of_turn(scheme, fixed, unit, turn)) is not None]
     turns = [shape for shape in turns if wanted <= features(scheme, shape, mesh)]
@@ -282,7 +281,7 @@ def objection(
 
 
 def sequence_unit(scheme: Declared, mesh: Mapping[str, int], name: str) -> int:
-    """Padded sequences of a dim have multiples of this many tokens: 1, or the number that a packed layout divides."""
+    """The number of tokens of which a padded sequence of this dim has a multiple; 1 without a packed layout."""
     shardings = [c for dim in _sharded_dims(scheme) if dim.name == name for c in dim.shardings if c.layout == "packed"]
     return 2 * math.prod({c.axis: mesh[c.axis] for c in shardings}.values()) if shardings else 1
 

@@ -3,7 +3,7 @@
 The command would end without a verdict, with a status that is not its own. On the main thread and on a rank of lockstep
 the call raises SystemExit instead, which is a failure of the code that called it. On any other thread nothing could be
 told to the command: the line of the call is noted for the parent process, and the process ends; without a parent, its
-status is 3 and the line is printed. A forked process does as it asked to.
+status is 3 and the line is printed. A forked process ends as it asked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RANK_THREAD = "lockstep-rank-"  # the names of lockstep's threads begin with it
 ENDING = ("_exit", "execv", "execve")
 STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
 leave = os._exit  # the process's own, before anything is installed
-_process = 0  # in which the calls were installed last
+_process = 0  # the last one in which the calls were installed
 
 
 def signal_name(number: int) -> str:
@@ -87,7 +87,7 @@ def _raising_or_noted(
 
 
 def _end_without_verdict(call: str) -> None:
-    """Instead of the user's status, which may be 0."""
+    """End with a status of ours, not with the user's, which may be 0."""
     from shardproof.endings.exit_status import RANK_FAILED  # here: it needs this module
 
     with contextlib.suppress(OSError):

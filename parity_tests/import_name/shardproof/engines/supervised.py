@@ -40,16 +40,16 @@ MOST_RANKS = 64
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKS_TO_END = (*PASSED_ON, signal.SIGQUIT)  # any other signal that ends the child is a failure of the child
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
-RANK = "RANK"  # set by every launcher, which kills processes by their ids itself, and in many a job's environment
-ENGINE = "torchrun"  # without it in its arguments, a command is no rank of a launcher other than torchrun
+RANK = "RANK"  # set by every launcher, which ends its processes itself; many a job's environment has it too
+ENGINE = "torchrun"  # where RANK alone is set, only a command with this argument is a rank of a launcher
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
 TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
-IDLE_S = 120.0  # beyond the limit of a run, for which no process of the command may compute in a scheme
-STOPPED_S = 3.0  # for which a child may be stopped while its parent runs
+IDLE_S = 120.0  # beyond the limit of a run, how long all processes of the command may be idle in a scheme
+STOPPED_S = 3.0  # how long a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end, in which the child can compute
-ORPHANS_S = 2.0  # for the processes of a child that has ended to end, as a fork server does by itself
-STACKS_S = 0.5  # for the fault handler to write the stacks of all threads
+ORPHANS_S = 2.0  # how long the processes of an ended child get to end by themselves, as a fork server does
+STACKS_S = 0.5  # how long the fault handler gets to write the stacks of all threads
 OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
 AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
 ADVICE = "--engine gloo runs each rank in a process of its own"
@@ -60,11 +60,11 @@ words: LastWords | None = None  # likewise
 
 
 def supervised(call: Callable[[], int | None]) -> int:
-    """The status of `call`, run in a forked process; 3, and a sentence on stderr, if that does not come to its end.
+    """Run `call` in a forked process, and return its status; 3, and a sentence on stderr, if the process dies before.
 
     Signals sent to this process alone are forwarded, and the child ends when its parent is killed. The forked process
     never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
-    JAX has been used, or another thread runs. There, a user's `os._exit` raises nevertheless.
+    JAX has been used, or another thread runs. A user's `os._exit` raises there too.
     """
     _open_standard_files()
     is_launched = AGENT in os.environ or (RANK in os.environ and any(ENGINE in word for word in sys.argv))
@@ -72,7 +72,7 @@ def supervised(call: Callable[[], int | None]) -> int:
         exits.install_alone()
         if AGENT in os.environ and sys.platform.startswith("linux"):
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal
-            orphans.tie(os.getppid(), signal.SIGHUP)  # until its ranks watch their agent, and can say so
+            orphans.tie(os.getppid(), signal.SIGHUP)  # until the ranks themselves watch their agent
         return call() or 0
     with contextlib.ExitStack() as files:
         try:
@@ -103,11 +103,11 @@ def _has_used_jax() -> bool:
 
 
 def supervised_in_turn(call: Callable[[], int | None], is_outdated: Callable[[], bool] = lambda: False) -> int:
-    """As `supervised`, in a process that stays and calls this many times, such as `verify --watch`.
+    """Like `supervised`, for a process that stays and calls this many times, such as `verify --watch`.
 
     Each call runs in a process of its own, a fork of this one, which holds what this one has imported and nothing of
     an earlier call. This process must run one thread only, so that JAX may be imported and not used: its first use
-    starts threads, which a fork would not have. The process of a call is ended once `is_outdated` says so: OUTDATED.
+    starts threads, which a fork would not have. Once `is_outdated` is true, the call's process is ended: OUTDATED.
 
     Errors: KeyboardInterrupt if this process was interrupted meanwhile.
     """
@@ -128,9 +128,9 @@ def supervised_in_turn(call: Callable[[], int | None], is_outdated: Callable[[],
 
 @dataclass(frozen=True)
 class Death:
-    """How a child ended that did not come to its end; `why` and `seconds` if its parent has ended it.
+    """How a child died; `why` and `seconds` are given if its parent has ended it.
 
-    The child's current call is known from before the kill: a stopped child runs on until the signal reaches it.
+    `key` and `is_judged` are read before the kill: a stopped child is continued, and runs until the signal reaches it.
     """
 
     exit_code: int  # minus N for signal N
@@ -154,11 +154,11 @@ class _Command:
         self._parent = os.getpid()
         self._table, self._words = StatusTable(None, MOST_RANKS), LastWords()
         self.asked: int | None = None  # the signal that asks this command to end
-        # One that is ignored, as under nohup, asks for nothing; while it is blocked it would be received.
+        # Leave out ignored signals, as SIGHUP under nohup: a blocked signal is received even if it is ignored.
         self._passed_on = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
 
     def status(self) -> int:
-        # Blocked until this process ends: none is lost between the fork and the wait, and none interrupts a sentence.
+        # Block signals until this process ends: none is lost between fork and wait, and none interrupts a sentence.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*self._passed_on, signal.SIGCHLD))
         # A starter may have ignored SIGCHLD: then the system would tell no status of a child.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -186,10 +186,10 @@ class _Command:
             lost.add(key)
 
     def _fork(self, death: Death | None) -> int:
-        """A child that runs the command; after a death, one that goes on where that one was."""
+        """A child that runs the command; after a death, it goes on where the dead child was."""
         _flush()
         self._journal.start_child()
-        self._words.beat(0.0)  # the next child makes the sentence on the last one before it runs anything
+        self._words.beat(0.0)  # the next child begins with the sentence about the death of the last one
         child = os.fork()
         if child == 0:
             self._run(death)
@@ -210,7 +210,7 @@ class _Command:
             code = watch.exit_code(child)
             if code is not None:
                 finished = self._words.finished
-                if finished is not None and code >= 0 and why != "stopped":  # that one was continued to be killed
+                if finished is not None and code >= 0 and why != "stopped":  # a stopped child ran on only to be killed
                     return finished
                 return Death(code, *(was_at or self._at()), why, seconds)
             if why:
@@ -237,11 +237,11 @@ class _Command:
             os.kill(child, signal.SIGKILL)
 
     def _as_asked(self, number: int, death: Death) -> int:
-        """The child has ended because somebody asked this command to end, which it now does in the same way."""
+        """End this command as the signal asks, after the child has ended for the same reason."""
         if death.why:
             _complain(str(self._cause(death)))
         if number == signal.SIGINT:
-            if death.exit_code != INTERRUPTED:  # else it has said so itself
+            if death.exit_code != INTERRUPTED:  # else the child has printed the sentence
                 _complain(INTERRUPTED_SENTENCE)
             return INTERRUPTED
         _complain(f"ended by {exits.signal_name(number)}; what was not printed was not judged")
@@ -284,7 +284,7 @@ class _Command:
 
     def _cause(self, death: Death) -> str | RankFailure:
         """The failure of the rank that ran when the process ended, with the states of the others, or a sentence."""
-        # Imported only now: the parent of a command that comes to its end needs none of these.
+        # Import these only now: the parent of a command without a death needs none of them.
         from shardproof.engines.failure import Died, Stalled
         from shardproof.engines.processes import crash
         from shardproof.engines.processes.root_cause import DIED, RUNNING, Outcome, ending
@@ -401,7 +401,7 @@ def _status_of(call: Callable[[], int | None]) -> int:
 
 
 def _status_after_exit_functions(status: int) -> int:
-    """Run the `atexit` functions; one that exits would take the verdict away, so that it is reported, and 3."""
+    """Run the `atexit` functions; if one exits, which would replace the verdict, report it and return 3."""
     exited: list[str] = []
     previous_hook = sys.unraisablehook
 

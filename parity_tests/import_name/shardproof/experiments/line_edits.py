@@ -31,7 +31,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A function that is not inside another one, with its classes around it, as it is compiled and as it runs."""
+    """An outermost function, in the classes around it: its syntax tree, its code, and the functions that run it."""
 
     file: str
     tree: ast.Module
@@ -49,7 +49,7 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class LineEdit:
-    """`new` in place of `old`, which stands in `field` of its parent, at `place` if that is a list.
+    """A node `new` in place of `old`, which is in the `field` of its parent, at the index `place` of a list.
 
     `around` are the expressions and the statement that contain it, the nearest first. Edits of a lower `rank` are tried
     first.
@@ -96,7 +96,7 @@ class LineEdit:
 
     @property
     def words(self) -> str:
-        """`file:line has `new`, not `old``, of the nearest expression that is more than a name."""
+        """The edit in words: `file:line has `new`, not `old``, with the largest expression around it that is short."""
         whole = next((node for node in reversed(self.around[:-1]) if _is_short(node)), None)
         if whole is None or isinstance(self.old, ast.stmt):
             old, new = _text(self.old), _text(self.new)
@@ -108,7 +108,7 @@ class LineEdit:
 
 
 def edits_of(functions: Functions, axes: Sequence[str], sharded_dims: Sequence[str] = ()) -> list[LineEdit]:
-    """All edits of the lines that run; `axes` are the mesh's, which may stand for each other."""
+    """All edits of the lines that run; an edit may replace the name of one of the mesh's `axes` by another."""
     with_code: dict[int, list[FunctionType]] = {}
     for function in existing(FunctionType, {code.co_filename for code in functions}):
         with_code.setdefault(id(function.__code__), []).append(function)
@@ -209,7 +209,7 @@ class _Source:
         body: ast.stmt = outermost
         for each in classes:
             body = ast.copy_location(ast.ClassDef(each.name, [], [], [body], []), each)
-        # A call of an imported name's attribute is compiled otherwise than a method's, so the imports stay.
+        # Keep the imports: Python compiles a call of an imported module's attribute in another way than a method's.
         tree = ast.Module([*self.imports, body], [])
         first = min([outermost.lineno, *(each.lineno for each in outermost.decorator_list)])
         live = (function.__code__ for each in with_code.values() for function in each[:1])
@@ -269,12 +269,12 @@ def _put(parent: ast.AST, field_name: str, place: int | None, node: ast.AST) -> 
 
 
 def _at(new: ast.AST, old: Any) -> ast.AST:
-    """The new node with the place of the old one, in a tree that may have parts of it."""
+    """The new node at the position of the old one, unless it is a part of the old one and has a position."""
     return ast.fix_missing_locations(new if new in ast.walk(old) else ast.copy_location(new, old))
 
 
 def _unread(definition: Definition) -> frozenset[str]:
-    """The names that a function takes or assigns and never reads; what should read one may have been left out."""
+    """The names that a function takes or assigns and never reads: a part that should read one may be missing."""
     names = [node for node in ast.walk(definition) if isinstance(node, ast.Name)]
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     given = {node.arg for node in ast.walk(definition.args) if isinstance(node, ast.arg)}
@@ -297,7 +297,7 @@ def _is_same_place(code: CodeType, other: CodeType) -> bool:
 
 
 def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
-    """A function's code and the code of the functions in it, each with the new one if that takes its variables."""
+    """Old and new code of a function and of the functions inside it, where both have the same free variables."""
     if old.co_freevars == new.co_freevars:
         yield old, new
     inner = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -61,6 +61,22 @@ def traced(reference: Callable[..., Any], function: Callable[..., Any], arrays: 
         return closed, shapes
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The operations of a traced program, and of the programs that it calls."""
+    for equation in jaxpr.eqns:
+        yield equation
+        yield from inner_equations(equation)
+
+
+def inner_equations(equation: Any) -> Iterator[Any]:
+    """The operations of the programs that one operation calls, such as the body of a loop."""
+    for value in equation.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            program = getattr(each, "jaxpr", each)
+            if hasattr(program, "eqns"):
+                yield from equations(program)
+
+
 def raised_inside_jax(error: BaseException) -> str | None:
     """The function of JAX whose own lines raised, as `dot_product_attention`; None for an operation of `jax.numpy`."""
     import jax
@@ -82,14 +98,7 @@ def _is_strict(reference: Callable[..., Any]) -> bool:
 
 def _has_narrow_floats(jaxpr: Any) -> bool:
     """Whether a number is narrower than float64 somewhere in a program, or in one that it calls."""
-    import jax
     import jax.numpy as jnp
 
-    for equation in jaxpr.eqns:
-        dtypes = [getattr(out.aval, "dtype", None) for out in equation.outvars]
-        if any(each is not None and jnp.issubdtype(each, jnp.floating) and each != jnp.float64 for each in dtypes):
-            return True
-        inner = (getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(dict(equation.params)))
-        if any(_has_narrow_floats(each) for each in inner if hasattr(each, "eqns")):
-            return True
-    return False
+    dtypes = (getattr(out.aval, "dtype", None) for equation in equations(jaxpr) for out in equation.outvars)
+    return any(each is not None and jnp.issubdtype(each, jnp.floating) and each != jnp.float64 for each in dtypes)

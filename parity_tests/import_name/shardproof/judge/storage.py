@@ -7,15 +7,16 @@ middle of two neighbours, and the function may have stored either: their distanc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from shardproof.judge.bridge import inner_equations
+
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly
-UNCERTAIN = 8.0  # root mean squares of the error before a number is rounded: `compare.K`
+K = 8.0  # root mean squares that an error may have: in every budget (`compare`), and before a number is rounded
 FLOAT64_BITS = 52  # of the mantissa; `jax_ref.stored` names as many
 
 
@@ -34,7 +35,7 @@ class Storage:
         tangent = xp.where(xp.isfinite(tangent), tangent, 0.0)
         # A tie is never certain: most of torch rounds it to even, but an embedding_bag on a CPU away from zero.
         least = xp.where(xp.isfinite(x), xp.abs(x), 0.0) * 2.0**-FLOAT64_BITS
-        tau = UNCERTAIN * xp.sqrt((tangent**2).mean(0)) + least
+        tau = K * xp.sqrt((tangent**2).mean(0)) + least
         is_certain = self.nearest(xp, x - tau) == self.nearest(xp, x + tau)
         # Steps are powers of 2. Without a factor of its own for each, two opposite ones would cancel.
         factors = 1.0 + xp.arange(signs.size).reshape(signs.shape) * GOLDEN % 1.0
@@ -67,25 +68,8 @@ def is_stored(equation: Any) -> bool:
 
 def check_storage(equation: Any) -> None:
     """ValueError if a loop or a branch has numbers that are stored: only operations outside of them are rounded."""
-    if any(is_stored(inner) for body in _bodies(equation) for inner in _equations(body)):
+    if any(map(is_stored, inner_equations(equation))):
         name = equation.primitive.name
         raise ValueError(
             f"stored() inside {name} would round nothing; write the loop or branch out, or mark its result"
         )
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """The operations of a traced function, and of the functions inside it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for body in _bodies(equation):
-            yield from _equations(body)
-
-
-def _bodies(equation: Any) -> Iterator[Any]:
-    """The functions that an operation calls, such as the body of a loop."""
-    for value in equation.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            body = getattr(each, "jaxpr", each)
-            if hasattr(body, "eqns"):
-                yield body

@@ -29,7 +29,7 @@ from shardproof.report.report import Report
 
 TIMEOUT_S = 60.0  # a fresh interpreter imports torch, and the checker torch's compiler
 INSTALL = "install the extra types: pip install 'shardproof[types]'"
-CLASHES = ("line ", "output ")  # how a sentence begins that says of two types that they do not go together
+CLASHES = ("line ", "output ")  # how a sentence about two types that do not go together begins
 COULD_NOT = "could not type it"
 
 
@@ -39,7 +39,7 @@ def is_installed() -> bool:
 
 
 def with_types(scheme: Declared, report: Report, *, asked: bool) -> Report:
-    """The report with the sentence of `types_of`. Unasked, only a failing scheme is typed, and only a clash is told."""
+    """The report with the sentence of `types_of`; if nobody `asked` for it, only with a clash in a failing scheme."""
     if not asked and (report.ok or not is_installed()):
         return report
     sentence = types_of(scheme, report.case)
@@ -47,9 +47,9 @@ def with_types(scheme: Declared, report: Report, *, asked: bool) -> Report:
 
 
 def types_of(scheme: Declared, case: CaseSpec | None = None) -> str:
-    """Where the types of a scheme clash, that they agree, or why they cannot be followed; one sentence.
+    """One sentence: where the types of a scheme clash, that they agree, or why they cannot be followed.
 
-    `case` has the sizes; where its mesh is of one rank, on which every type means the same, a larger one is drawn.
+    `case` has the sizes. On one rank all types mean the same: for such a case another one on a larger mesh is drawn.
     Types take no notice of a layout that permutes: its axis is not typed.
 
     Cost: a process of its own, four seconds; at most TIMEOUT_S.
@@ -74,7 +74,7 @@ def types_of(scheme: Declared, case: CaseSpec | None = None) -> str:
 
 
 def case_on_ranks(scheme: Declared, case: CaseSpec | None = None) -> CaseSpec:
-    """A case on two ranks of each axis that has such a mesh, else the first drawn on two ranks or more.
+    """A case with two ranks on each axis that can have two; if none is found, the first case on two ranks or more.
 
     Errors: ValueError if the scheme has no such mesh.
     """

@@ -62,6 +62,11 @@ class Found:
     at: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
+def whole(rank: int, event: Event, full: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
+    """The positions of a rank that has the full tensor."""
+    return [np.arange(size) for size in full] if full == local else None
+
+
 def lines(
     reference_trace: ReferenceTrace, recorded: Found, positions: Positions, dtype: str, axes: Mapping[str, int]
 ) -> list[Line]:

@@ -22,8 +22,7 @@ from torch import nn
 
 from shardproof.judge import bridge
 from shardproof.judge.reference import UNIT_ROUNDOFF
-from shardproof.tracing.comparison import Found, Line, lines
-from shardproof.tracing.events import Event
+from shardproof.tracing.comparison import Found, Line, lines, whole
 from shardproof.tracing.flax_side import ReferenceTrace, traced
 from shardproof.tracing.sides import check_output, check_shape, of_flax, of_torch
 from shardproof.tracing.torch_side import Recording, recorded
@@ -118,7 +117,7 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
         {event._replace(module=ours[event.module]): x for event, x in values.items()}
         for values in (seen.values, seen.gradients)
     ]
-    compared = lines(reference_trace, Found([Recording(*renamed)], gradients), _whole, tested, {})
+    compared = lines(reference_trace, Found([Recording(*renamed)], gradients), whole, tested, {})
     torch_only = tuple(name for name, other in ours.items() if other not in theirs)
     return Traced(compared, torch_only, tuple(sorted(theirs - set(ours.values()))), tested)
 
@@ -180,7 +179,3 @@ def _array(x: torch.Tensor) -> np.ndarray:
 
 def _kind(x: Any) -> str:
     return type(x).__name__
-
-
-def _whole(rank: int, event: Event, full: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
-    return [np.arange(size) for size in full] if full == local else None

@@ -1,7 +1,7 @@
-"""Which differences leave a module: a tensor inside one may hold other tokens than on one device, and be right.
+"""Find the differences that do not leave a module: inside it a tensor may hold other tokens than on one device.
 
 Experts over ranks run on the tokens that are sent to them, in another order and number. Such a tensor has no place in
-the reference, and is no error if the module's output and gradients are equal. If they are not, they say more.
+the reference, and is no error if the module's output and gradients are equal. If they differ, they are reported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shardproof.tracing.events import IN, OUT
 
 
 def inner_differences(compared: Sequence[Line]) -> list[Line]:
-    """The wrong tensors of modules inside others that fit nowhere, or whose difference does not leave the outer one.
+    """The wrong tensors inside modules, if they have no place in the reference or the difference stays inside.
 
     A difference leaves by the outer module's output, the gradient of its input, or the gradient of one of its weights.
     """
@@ -21,7 +21,7 @@ def inner_differences(compared: Sequence[Line]) -> list[Line]:
 
 
 def _stays_inside(line: Line, compared: Sequence[Line]) -> bool:
-    """False for a module that is in no compared one."""
+    """Whether a line's difference stays inside the modules around it; False if none of these was compared."""
     for outer in _outer_modules(line):
         leaving = _leaving(outer, line.phase, compared)
         if not leaving:

@@ -29,7 +29,7 @@ from shardproof.judge.compare import K
 from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
 from shardproof.report.out_path import check_writable
 from shardproof.tracing import show
-from shardproof.tracing.comparison import Found, Line, lines
+from shardproof.tracing.comparison import Found, Line, lines, whole
 from shardproof.tracing.events import LOSS, OUT, Event
 from shardproof.tracing.placed import Placed, farthest, farthest_rank, in_full, placed, repeated, same
 from shardproof.tracing.reaching import inner_differences
@@ -201,7 +201,7 @@ class _Comparison:
             self._add(recordings, "gradients", event, reference.gradients[event])
         numbers = [{} if rank.loss is None else {LOSS: rank.loss} for rank in self.ranks]
         trace = Found(recordings, self._of_weights(), numbers, self._by_rank, self._at)
-        return lines(reference, trace, _whole, self.twin.dtype, self._axes)
+        return lines(reference, trace, whole, self.twin.dtype, self._axes)
 
     def _add(self, recordings: list[Recording], kind: str, event: Event, full: np.ndarray) -> None:
         """Insert every rank's piece into the full tensor, to compare it in its place."""
@@ -240,10 +240,6 @@ SEEDED = (
 
 def _apart(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want)) if got.shape == want.shape else np.inf
-
-
-def _whole(rank: int, event: Event, full: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
-    return [np.arange(size) for size in full] if full == local else None
 
 
 def _absolute(target: str) -> str:

@@ -1,7 +1,7 @@
 """torch's lock around compilation, for ranks that are threads.
 
 A rank that compiles may wait for a collective, because the compiler waits for asynchronous tensors. If another rank
-blocked at the lock, it would keep its turn and nobody could run.
+blocked at the lock, it would keep its turn and no rank could run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TurnLock:
         return self._by_thread.entries
 
     def _acquire(self) -> bool:
-        """False if no other rank can run: the compiling rank waits for this one, which goes on without the lock."""
+        """False if no other rank can run: the compiling rank waits for this rank, which then does without the lock."""
         rank_world = world.current()
         if rank_world is None:
             return self.lock.acquire()

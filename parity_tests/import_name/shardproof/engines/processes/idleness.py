@@ -14,13 +14,13 @@ from pathlib import Path
 LOOK_S = 2.0  # between two looks at the processes
 BUSY = 0.01  # of a processor; a thread that polls uses less
 TICKS = os.sysconf("SC_CLK_TCK")
-STATE, USED = 0, slice(11, 15)  # of the fields after the name; the second has also the time of children that have ended
-LEAST = 0.1  # of the time counts in any case, so that it comes to an end with many processes that compute for ever
+STATE, USED = 0, slice(11, 15)  # fields after the name; the time used includes ended children
+LEAST = 0.1  # share of the elapsed time that always counts, so processes that compute for ever end too
 WAITING = "STtZ"  # asleep, stopped, ended; a process that is ready to compute is none of these
 
 
 class Idleness:
-    """Of one process, on Linux."""
+    """How long one process and its descendants have been idle, on Linux."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._looked, self._used, self._seconds = pid, time.monotonic(), -1.0, 0.0

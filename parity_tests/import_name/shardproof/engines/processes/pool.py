@@ -35,7 +35,7 @@ from shardproof.engines.processes.root_cause import find_root_cause
 from shardproof.engines.processes.status_table import StatusTable
 from shardproof.engines.processes.watch import RankHandle, Watch
 
-IDLE_S = 0.5  # without a run, after which the ranks are suspended
+IDLE_S = 0.5  # after so long without a run the ranks are suspended
 
 _lock = threading.Lock()
 _suspender: threading.Thread | None = None
@@ -74,7 +74,7 @@ def setup_key_of(fn: Callable[..., Any], case: CaseSpec) -> object:
 
 
 def _versions(fn: Any) -> dict[str, tuple[int, int]]:
-    """How the files look now that ranks import for a function: its own, and the user's that it imports."""
+    """The versions of the files that ranks import for a function now: its own file, and the user's that it imports."""
     home = getattr(fn, "fn", fn).__module__
     files = {getattr(sys.modules[name], "__file__", None) for name in imported_by(home)}
     stats = {file: Path(file).stat() for file in files if file is not None and Path(file).is_file()}

@@ -1,0 +1,19 @@
+"""A chunk size bounds memory and changes nothing that ranks send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from shardproof.verify_one_case import verify_case
+
+
+def calls_of_all(declared: Any, chunk_sizes: Iterable[int | None], **case: Any) -> set[tuple[str, str]]:
+    """(operation, phase) of the rows in a case's ledger, which every chunk size must have alike."""
+    ledgers = set()
+    for chunk_size in chunk_sizes:
+        report = verify_case(declared, declared.case(**case, chunk_size=chunk_size))
+        report.raise_if_failed()
+        ledgers.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
+    (rows,) = ledgers
+    return {(op, phase) for _, op, _, _, phase in rows}
