@@ -15,24 +15,28 @@ from torch_impl.collectives import accumulator
 from torch_impl.mamba import gated_delta_rule
 
 
-def rows(query, key, value, g, beta, initial_state):
+def rows(query, key, value, g, beta, initial_state, scale=None):
     """Keys that are not normalized: short ones, since a share above 2 / |k|^2 would let the state grow."""
-    return reference(query, key, value, -jnp.exp(g), beta, initial_state)
+    return reference(query, key, value, -jnp.exp(g), beta, initial_state / 3, scale=scale)
 
 
-def normalized_rows(query, key, value, g, beta, initial_state):
-    return reference(query, key, value, -jnp.exp(g), beta, initial_state, use_qk_l2norm=True)
+def normalized_rows(query, key, value, g, beta, initial_state, scale=None):
+    return reference(query, key, value, -jnp.exp(g), beta, initial_state / 3, scale=scale, use_qk_l2norm=True)
 
 
 def stream(query, key, value, g, beta, initial_state, cu):
-    return reference(query, key, value, -jnp.exp(g), beta, initial_state, cu, use_qk_l2norm=True)
+    return reference(query, key, value, -jnp.exp(g), beta, initial_state / 3, cu, use_qk_l2norm=True)
 
 
 def over_cp(mesh, query, key, value, g, beta, initial_state, **options):
-    """Outputs and final states; a decay is the exponential of a drawn value, in float32 or wider."""
-    g = -g.to(accumulator(g.dtype)).exp()
+    """Outputs and final states; decays and states have more digits than the values.
+
+    A decay is the exponential of a drawn value, and a state a third of one, in float32 or wider.
+    """
+    wide = accumulator(g.dtype)
+    g, states = -g.to(wide).exp(), initial_state.to(wide) / 3
     return gated_delta_rule(
-        query, key, value, g, beta, mesh["cp"], initial_state=initial_state, output_final_state=True, **options
+        query, key, value, g, beta, mesh["cp"], initial_state=states, output_final_state=True, **options
     )
 
 
@@ -73,6 +77,7 @@ DRAW = {
     "beta": values("uniform"),
 }
 SIZES = {"hk": (2,), "h": ("2*hk", "hk"), "k": (3,), "v": (2,), "t": (24,)}
+SCALES = {"scale": (None, 0.0, 0.5)}  # of queries that are normalized, and of queries that are not
 DECLARED = dict(
     contract=gated_delta_rule,
     mesh={"cp": (1, 2, 3, 4), "tp": (1, 2)},
@@ -89,12 +94,13 @@ DECLARED = dict(
     outputs=outputs("t/cp:dual_chunk_swap"),
     dims={**SIZES, "h": "2*hk", "b": (2,)},
     draw={**DRAW, "key": values("uniform")},
+    options=SCALES,
     cost=cost(lambda c: 2),
     **DECLARED,
 )
 @pytest.mark.cases(9)
-def delta_rule(mesh, query, key, value, g, beta, initial_state, chunk_size):
-    return over_cp(mesh, query, key, value, g, beta, initial_state, chunk_size=chunk_size)
+def delta_rule(mesh, query, key, value, g, beta, initial_state, scale, chunk_size):
+    return over_cp(mesh, query, key, value, g, beta, initial_state, scale=scale, chunk_size=chunk_size)
 
 
 @scheme(
@@ -103,12 +109,13 @@ def delta_rule(mesh, query, key, value, g, beta, initial_state, chunk_size):
     outputs=outputs("t/cp"),
     dims={**SIZES, "h": "hk", "b": (2,), "t": (12,)},
     draw=DRAW,
+    options=SCALES,
     cost=cost(lambda c: 1),
     **DECLARED,
 )
 @pytest.mark.cases(9)
-def delta_rule_contiguous(mesh, query, key, value, g, beta, initial_state, chunk_size):
-    options = {"layout": "contiguous", "use_qk_l2norm": True, "chunk_size": chunk_size}
+def delta_rule_contiguous(mesh, query, key, value, g, beta, initial_state, scale, chunk_size):
+    options = {"layout": "contiguous", "use_qk_l2norm": True, "scale": scale, "chunk_size": chunk_size}
     return over_cp(mesh, query, key, value, g, beta, initial_state, **options)
 
 
@@ -174,6 +181,33 @@ def delta_rule_ragged(mesh, query, key, value, g, beta, initial_state, chunk_siz
 @pytest.mark.cases(6)
 def delta_rule_per_channel(mesh, query, key, value, g, beta, initial_state, chunk_size):
     return over_cp(mesh, query, key, value, g, beta, initial_state, use_qk_l2norm=True, chunk_size=chunk_size)
+
+
+def states_that_stay(value, initial_state, has_initial):
+    return initial_state / 3 if has_initial else 0 * initial_state
+
+
+@scheme(
+    reference=states_that_stay,
+    mesh={"cp": (1, 2, 4), "tp": (1, 2)},
+    inputs={"value": "b t/cp h/tp v", "initial_state": "b h/tp k v cp=R"},
+    outputs="b h/tp k v cp=I",
+    draw={"value": values("normal"), "initial_state": values("normal", "ties")},
+    options={"has_initial": (True, False)},
+    rank_options={"layout": ("dual_chunk_swap", "contiguous")},
+    dtypes=("float32", "bfloat16", "float64"),
+    sums="float32",
+)
+@pytest.mark.cases(9)
+def delta_rule_without_tokens(mesh, value, initial_state, has_initial, layout):
+    """Every sequence is empty and keeps its state, in float32 or wider; the drawn values have the sizes alone."""
+    empty, wide = value[:, :0], accumulator(value.dtype)
+    keys, steps = empty.new_zeros(*empty.shape[:3], initial_state.shape[2]), empty[..., 0]
+    states = initial_state.to(wide) / 3 if has_initial else None
+    options = {"layout": layout, "initial_state": states, "output_final_state": True}
+    out, final = gated_delta_rule(keys, keys, empty, steps.to(wide), steps, mesh["cp"], **options)
+    assert out.shape == empty.shape and final.dtype == wide
+    return final if has_initial else final + 0 * initial_state
 
 
 # Properties and errors, on tensors of one batch.
