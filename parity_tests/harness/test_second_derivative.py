@@ -85,6 +85,25 @@ class Own(torch.autograd.Function):
         return cotangent, None
 
 
+class SummedOnce(Summed):
+    """The same, whose second derivative has the sum on the first rank alone, and zeros elsewhere."""
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return OwnOfFirst.apply(cotangent, ctx.group), None
+
+
+class OwnOfFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return all_reduce(cotangent, ctx.group, out="R") * (ctx.group.rank() == 0), None
+
+
 def of_types(function, given, returned):
     """A scheme of one axis that returns the sum of a P input, and another input as it is."""
     return scheme(
@@ -112,6 +131,14 @@ def test_a_tensor_of_each_type_that_is_returned_is_right(kind):
 
 def test_a_sum_that_its_second_derivative_lacks_is_a_finding():
     declaration = of_types(Summed.apply, "P", "R")
+    assert verify_case(declaration, declaration.case(b=4)).ok
+    (sentence,) = differentiated_twice(declaration).hygiene
+    assert sentence.startswith("the second derivative is wrong: the gradient times a direction is ")
+
+
+def test_a_copy_that_the_second_derivative_lacks_is_a_finding():
+    """The ranks' cotangents of an invariant output are equal, and so are their derivatives."""
+    declaration = of_types(SummedOnce.apply, "P", "I")
     assert verify_case(declaration, declaration.case(b=4)).ok
     (sentence,) = differentiated_twice(declaration).hygiene
     assert sentence.startswith("the second derivative is wrong: the gradient times a direction is ")
