@@ -162,7 +162,7 @@ def test_a_gradient_that_cannot_be_differentiated_is_no_finding(mark):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_difference_counts_from_the_root_of_the_roundoff_on(dtype):
-    """Whatever the ranks' shares are; a rank without a second derivative, or with one of NaN, says nothing."""
+    """Whatever the ranks' shares are; ranks with none, or with one that is not finite, say nothing."""
     roundoff = UNIT_ROUNDOFF[dtype]
     for size, share in itertools.product((1e-9, 1.0, 1e9), (0.0, 0.25, 1.0)):
         for times, is_found in ((0.5, False), (2.0, True)):
@@ -173,5 +173,6 @@ def test_a_difference_counts_from_the_root_of_the_roundoff_on(dtype):
             ]
             assert (imbalance(ranks, roundoff, 0.0) is not None) == is_found
             assert imbalance(ranks, roundoff, abs(off)) is None
-            for unknown in (None, SecondDerivative(np.nan, 0.0, np.nan)):
-                assert imbalance([*ranks, unknown], roundoff, 0.0) is None
+            infinite = [SecondDerivative(sign * np.inf, 0.0, np.inf) for sign in (1.0, -1.0)]
+            for unknown in ([None], [SecondDerivative(np.nan, 0.0, np.nan)], infinite):
+                assert imbalance([*ranks, *unknown], roundoff, 0.0) is None

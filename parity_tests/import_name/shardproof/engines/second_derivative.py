@@ -65,8 +65,8 @@ def terms(
         [product.detach() * factors[name] for name, product in each.items()]
         for each, factors in zip((products, tangents), shares, strict=True)
     ]
-    by_gradients, by_cotangents = (math.fsum(product.sum().item() for product in each) for each in both)
-    size = math.fsum(product.abs().sum().item() for each in both for product in each)
+    by_gradients, by_cotangents = (sum(product.sum().item() for product in each) for each in both)
+    size = sum(product.abs().sum().item() for each in both for product in each)
     return SecondDerivative(by_gradients, by_cotangents, size)
 
 
@@ -85,8 +85,9 @@ def imbalance(of_ranks: Sequence[SecondDerivative | None], unit_roundoff: float,
     found = [each for each in of_ranks if each is not None]
     if len(found) < len(of_ranks) or not found:
         return None
+    # Not by math.fsum, which raises an error for two infinities of opposite signs.
     gradients, cotangents, size = (
-        math.fsum(getattr(each, name) for each in found) for name in ("by_gradients", "by_cotangents", "size")
+        sum(getattr(each, name) for each in found) for name in ("by_gradients", "by_cotangents", "size")
     )
     # Rounding errors are far smaller than the root of the roundoff, and the error of a wrong sum is far larger.
     if not math.isfinite(size) or abs(gradients - cotangents) <= math.sqrt(unit_roundoff) * size + 2 * budget:
