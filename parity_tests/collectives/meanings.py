@@ -34,6 +34,13 @@ def rolled_by_shards(x: Float[Array, "n a"], shift: int | None, mesh: dict[str, 
     return jnp.roll(x, (1 if shift is None else shift) * (len(x) // mesh["tp"]), axis=0)
 
 
+def both_rolled_by_shards(
+    x: Float[Array, "n a"], ids: Int[Array, " n"], shift: int | None, mesh: dict[str, int]
+) -> tuple[Float[Array, "n a"], Int[Array, " n"]]:
+    """Each rank gets both shards of the rank `shift` places before it."""
+    return rolled_by_shards(x, shift, mesh), jnp.roll(ids, (1 if shift is None else shift) * (len(ids) // mesh["tp"]))
+
+
 def column_maximum(x: Float[Array, "n a"]) -> Float[Array, " a"]:
     """max_i x_ia."""
     return x.max(0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from parity_tests.collectives import meanings
@@ -346,22 +346,28 @@ def shards_around_the_ring(mesh, x, shift):
     return c.ring_shift(x, mesh["tp"]) if shift is None else c.ring_shift(x, mesh["tp"], shift)
 
 
+def messages_cost(case):
+    """One message of the shard, and one of as many integers of 8 bytes."""
+    ids = case.n // case.tp * 8
+    return Cost(forward={op: (2, size + ids) for op, (_, size) in shards_cost(case).forward.items()})
+
+
 @scheme(
-    reference=meanings.rolled_by_shards,
+    reference=meanings.both_rolled_by_shards,
     mesh=WORLDS,
-    inputs={"x": "n/tp a"},
-    outputs="n/tp a",
+    inputs={"x": "n/tp a", "ids": "n/tp"},
+    outputs=("n/tp a", "n/tp"),
+    draw={"ids": integers(-(2**40), 2**40)},
     nograd=("x",),
     options=SHIFTS,
-    cost=lambda case: Cost(forward={op: (2, size) for op, (_, size) in shards_cost(case).forward.items()}),
+    cost=messages_cost,
 )
-def shards_around_the_ring_at_once(mesh, x, shift):
-    """By the shift that returns at once, of two tensors in one batch."""
-    halves = [x[:, :1], x[:, 1:]]
-    arriving, works = c.start_ring_shift(halves, mesh["tp"], *(() if shift is None else (shift,)))
+def shards_around_the_ring_at_once(mesh, x, ids, shift) -> tuple[Float[Tensor, "n a"], Int[Tensor, " n"]]:
+    """By the shift that returns at once, of two tensors of different dtypes in one batch."""
+    arriving, works = c.start_ring_shift([x, ids], mesh["tp"], *(() if shift is None else (shift,)))
     for work in works:
         work.wait()
-    return torch.cat(arriving, 1)
+    return tuple(arriving)
 
 
 def sums_in_place_cost(case):

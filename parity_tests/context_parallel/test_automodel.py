@@ -80,23 +80,34 @@ PADDED = dict(
 )
 
 
+PAD_VALUES = {"pad_value": (0.0, 2.5, -torch.inf)}
+
+
+def without_padding(shard, index, length, pad_value):
+    """The shard with zeros at its padding; a padding that is not `pad_value` stays."""
+    is_padding = (index >= length)[:, None] & (shard == pad_value)
+    return shard.masked_fill(is_padding, 0.0)
+
+
 def filled(mesh, x, shard, full, length) -> tuple[Rows, Rows]:
     """A shard and rows of `length` columns, with zeros in place of the last columns of `x` that they lack."""
     local = x.shape[1] // mesh.size("cp")
     return F.pad(shard, (0, 0, 0, local - shard.shape[1])), F.pad(full, (0, 0, 0, x.shape[1] - length))
 
 
-@scheme(**PADDED)
-def padded_sequence(mesh, x, less) -> tuple[Rows, Rows]:
+@scheme(**PADDED, rank_options=PAD_VALUES)
+def padded_sequence(mesh, x, less, pad_value) -> tuple[Rows, Rows]:
     """The last `less` columns are padding."""
     rows = x[:, : x.shape[1] - less]
-    shard, index, length = automodel.shard_sequence_for_cp_round_robin(mesh.device_mesh["cp"], rows)
-    full = automodel.gather_token_tensor_by_indices(mesh.device_mesh["cp"], shard.square(), index)
+    cp_mesh = mesh.device_mesh["cp"]
+    shard, index, length = automodel.shard_sequence_for_cp_round_robin(cp_mesh, rows, pad_value=pad_value)
+    shard = without_padding(shard, index, rows.shape[1], pad_value)
+    full = automodel.gather_token_tensor_by_indices(cp_mesh, shard.square(), index)
     return filled(mesh, x, shard, full, length)
 
 
-@scheme(**PADDED, rank_options={"is_owned": (False, True), "is_padded": (False, True)})
-def padded_rows(mesh, x, less, is_owned, is_padded) -> tuple[Rows, Rows]:
+@scheme(**PADDED, rank_options={"is_owned": (False, True), "is_padded": (False, True), **PAD_VALUES})
+def padded_rows(mesh, x, less, is_owned, is_padded, pad_value) -> tuple[Rows, Rows]:
     """The last `less` columns are padding, which a tensor of the batch may have already."""
     rows = x[:, : x.shape[1] - less]
     cp_mesh, batch = mesh.device_mesh["cp"], {"input_ids": rows.new_zeros(rows.shape[:2], dtype=torch.int64)}
@@ -107,11 +118,18 @@ def padded_rows(mesh, x, less, is_owned, is_padded) -> tuple[Rows, Rows]:
         sharder = automodel.ContextParallelSharder(None, mesh.device_mesh, batch)
     sharder.shard(batch)
     padding = sharder.shard_layout.padded_seq_len - rows.shape[1]
-    shard = sharder.shard_token_tensor(F.pad(rows, (0, 0, 0, padding)) if is_padded else rows, fill=0.0)
+    given = F.pad(rows, (0, 0, 0, padding), value=pad_value) if is_padded else rows
+    shard = sharder.shard_token_tensor(given, fill=pad_value)
+    index = sharder.positions(sharder.shard_layout.padded_seq_len)
+    shard = without_padding(shard, index, rows.shape[1], pad_value)
     return filled(mesh, x, shard, sharder.gather_token_tensor(shard.square(), trim=True), rows.shape[1])
 
 
-@scheme(**PACKED_ROWS, rank_options={"num_chunks": (2, 1), "trim": (True, False)})
+@scheme(
+    **PACKED_ROWS,
+    rank_options={"num_chunks": (2, 1), "trim": (True, False)},
+    cost=lambda c: gather_cost(c, c.t),
+)
 def packed_rows(mesh, x, padded, real, num_chunks, trim) -> tuple[Rows, Rows]:
     seq_lens, seq_lens_padded = (F.pad(each, (0, 1), value=FILL).expand(len(x), -1) for each in (real, padded))
     ids = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2])

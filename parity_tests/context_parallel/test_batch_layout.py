@@ -24,13 +24,21 @@ Rows = Float[Tensor, "b l d"]
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def gather_cost(c, tokens):
-    """Of `tokens` in a row, one gather, and the sum of its gradients."""
-    numbers = c.b * tokens * c.d
+def gather_cost(c, tokens, kinds=0):
+    """Of `tokens` in a row, one gather, and the sum of its gradients; `kinds` more tensors go along."""
+    numbers = (1 + kinds) * c.b * tokens * c.d
     return Cost(
         forward={"all_gather": (1, numbers // c.cp * c.itemsize)},
         backward={"reduce_scatter": (1, numbers * c.accumulator_itemsize)},
     )
+
+
+def there_and_back(layout, x, kinds):
+    """The shard of x and its squares, gathered; with `kinds` of two tensors at once, which lie before the rows."""
+    both = torch.stack([x, 2 * x]) if kinds else x
+    shard = layout.shard(both, dim=kinds)
+    squares = layout.gather(shard.square(), dim=kinds)
+    return (shard[0], squares[0]) if kinds else (shard, squares)
 
 
 def rows_without_the_last(x, less):
@@ -48,20 +56,20 @@ def has_group(c):
     inputs={"x": "b s d cp=R"},
     outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"),
     options={"less": (3, 1, 0)},
-    rank_options={"named": (True, False), "beside": (None, 0, -3)},
+    rank_options={"named": (True, False), "beside": (None, 0, -3), "kinds": (1, 0)},
     dtypes=DTYPES,
     assume=lambda c: c.less < c.s,
-    cost=lambda c: gather_cost(c, c.s if c.cp > 1 else c.s - c.less) if has_group(c) else Cost(),
+    cost=lambda c: gather_cost(c, c.s if c.cp > 1 else c.s - c.less, c.kinds) if has_group(c) else Cost(),
 )
-def dense_rows_there_and_back(mesh, x, less, named, beside) -> tuple[Rows, Rows]:
+def dense_rows_there_and_back(mesh, x, less, named, beside, kinds) -> tuple[Rows, Rows]:
     """The last `less` columns are not in the batch, and padded; beside it is a sequence at the dim `beside`."""
     rows = x[:, : x.shape[1] - less]
     batch = {"input_ids": rows.new_zeros(rows.shape[:2], dtype=torch.int64), "beside": rows.transpose(0, 1)}
     device_mesh = mesh.device_mesh["cp"] if named or mesh.size("cp") > 1 else None
     dims = None if beside is None else {"beside": beside}
     factory, padded, layout = cp.make_cp_batch_and_ctx(device_mesh, batch, extra_seq_buffers=dims, return_layout=True)
-    shard = layout.shard(rows)
-    squares = F.pad(layout.gather(shard.square()), (0, 0, 0, less))
+    shard, squares = there_and_back(layout, rows, kinds)
+    squares = F.pad(squares, (0, 0, 0, less))
     if beside is not None:
         with factory():
             shard = padded["beside"].transpose(0, 1).clone()
@@ -80,12 +88,15 @@ PACKED_ROWS = dict(
     dims={"b": (2, 4), "q": (3, 5, 2), "t": (24, 40, 16), "d": (2, 1, 5)},
     draw={"padded": lengths("t", padded=True), "real": lengths("t")},
     dtypes=DTYPES,
-    cost=lambda c: gather_cost(c, c.t),
 )
 
 
-@scheme(**PACKED_ROWS, rank_options={"num_chunks": (2, 1), "as_context": (False, True)})
-def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context) -> tuple[Rows, Rows]:
+@scheme(
+    **PACKED_ROWS,
+    rank_options={"num_chunks": (2, 1), "as_context": (False, True), "kinds": (1, 0)},
+    cost=lambda c: gather_cost(c, c.t, c.kinds),
+)
+def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context, kinds) -> tuple[Rows, Rows]:
     seq_lens, seq_lens_padded = (F.pad(each, (0, 1), value=FILL).expand(len(x), -1) for each in (real, padded))
     batch = {"input_ids": x, "seq_lens": seq_lens, "seq_lens_padded": seq_lens_padded}
     settings = {"num_chunks": num_chunks, "return_layout": True}
@@ -93,9 +104,9 @@ def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context) ->
         layout = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, use_te=True, **settings)[2]
     else:
         layout = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings)[1]
-    shard = layout.shard(x)
+    shard, squares = there_and_back(layout, x, kinds)
     tokens = shard.flatten(0, 1) if num_chunks > 1 else shard
-    return tokens.unflatten(0, (len(x), -1)), layout.gather(shard.square())
+    return tokens.unflatten(0, (len(x), -1)), squares
 
 
 SCHEMES = (dense_rows_there_and_back, packed_rows_there_and_back)

@@ -13,6 +13,7 @@ from torch_impl import context_parallel as cp
 from torch_impl.context_parallel.batch_ctx import restarts
 
 KINDS = 2
+LARGE = 5  # larger ids are padding by a padding mask
 POSITIONS = ("rows", "one row", "kinds")
 ByToken = Int[Tensor, "b l"]
 Entries = tuple[
@@ -22,11 +23,13 @@ Entries = tuple[
 
 
 def batch_by_hand(ids, steps, less, positions, mask):
-    """Columns from s - `less` on are padding; with `mask` "padding" r more of row r are."""
+    """Columns from s - `less` on are padding; by an attention mask r more of row r are, by a padding mask those of
+    large ids."""
     rows, size = ids.shape
     column, row, real = jnp.arange(size), jnp.arange(rows), size - less
     added = column >= real
-    padding = added[None] | ((mask == "padding") & (column[None] >= real - row[:, None]))
+    behind = (mask in ("padding", "both")) & (column[None] >= real - row[:, None])
+    padding = added[None] | behind | ((mask in ("both", "of ids")) & (ids > LARGE))
     given = steps.cumsum(-1)
     last = given[..., real - 1 : real]
     counted = jnp.where(added[None, None], last + (column - real + 1)[None, None], given)
@@ -35,7 +38,7 @@ def batch_by_hand(ids, steps, less, positions, mask):
     restarting = (jnp.diff(rows_of[..., :real]) <= 0).any() & (positions != "kinds")
     weights = jnp.where(added[None], 0, 3 * ids)
     sharded = jnp.where(added[None], 11, ids), weights, weights, jnp.broadcast_to(rows_of, steps.shape), padding
-    facts = jnp.stack([restarting, restarting & (mask == "none")])
+    facts = jnp.stack([restarting, restarting & (mask in ("none", "of ids"))])
     return *sharded, jnp.where(added[None], 0, ids), weights, facts.astype(ids.dtype)
 
 
@@ -53,7 +56,7 @@ def batch_by_hand(ids, steps, less, positions, mask):
     ),
     dims={"b": (3,), "s": (12, 24), "k": (KINDS,), "two": (2,)},
     draw={"ids": integers(1, 9), "steps": integers(0, 5)},
-    options={"less": (3, 1, 0), "positions": POSITIONS, "mask": ("padding", "none", "ones")},
+    options={"less": (3, 1, 0), "positions": POSITIONS, "mask": ("padding", "none", "both", "ones", "of ids")},
     cost=lambda c: Cost(),
 )
 @pytest.mark.cases(3, engine="gloo")
@@ -65,8 +68,10 @@ def entries_of_a_dense_batch(mesh, ids, steps, less, positions, mask) -> Entries
     kinds = steps.cumsum(-1)[..., :real]
     given = {"rows": kinds[0], "one row": kinds[0, :1], "kinds": kinds}[positions]
     batch = {"input_ids": ids[:, :real], "position_ids": given}
-    if mask != "none":
-        fewer = (mask == "padding") * torch.arange(rows)[:, None]
+    if mask in ("both", "of ids"):
+        batch["padding_mask"] = batch["input_ids"] > LARGE
+    if mask not in ("none", "of ids"):
+        fewer = (mask != "ones") * torch.arange(rows)[:, None]
         batch["attention_mask"] = (torch.arange(real) < real - fewer).int()
     loss_mask = 3 * ids[:, :real]
     with warnings.catch_warnings(record=True) as caught:  # without a mask such positions have a warning

@@ -1,6 +1,7 @@
 """Parity of attention that a context leaves alone, by a scope or by hooks, beside attention over the full sequence."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,16 @@ class SelfAttention(nn.Module):
 
     is_causal = True
 
-    def __init__(self, window):
+    def __init__(self, window, told="by module"):
         super().__init__()
-        self.sliding_window = window
+        if told == "by module":
+            self.sliding_window = window
+        else:  # a config of all layers has a window, which only some of them use
+            types = ["full_attention", "sliding_attention"]
+            self.config, self.layer_idx = (
+                SimpleNamespace(sliding_window=window or 3, layer_types=types),
+                int(bool(window)),
+            )
 
     def forward(self, hidden_states, attention_mask=None):
         is_causal = attention_mask is None
@@ -47,9 +55,9 @@ class CrossAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, window):
+    def __init__(self, window, told="by module"):
         super().__init__()
-        self.own, self.cross = SelfAttention(window), CrossAttention()
+        self.own, self.cross = SelfAttention(window, told), CrossAttention()
 
     def forward(self, hidden_states, attention_mask, states, recomputed=False, named=False, position_embeddings=()):
         for each in position_embeddings:
@@ -81,18 +89,23 @@ def context(mesh, size, rotate="allgather", device=None):
     dims={"b": (1, 2), "h": (2,), "s": (16,), "e": (16, 3), "p": (4,)},
     draw={name: values("normal", "ties") for name in ("x", "states")},
     options={"window": (None, 5)},
-    rank_options={"recomputed": (False, True), "masked": ("by position", "by name", None), "embedded": (True, False)},
+    rank_options={
+        "recomputed": (False, True),
+        "masked": ("by position", "by name", None),
+        "embedded": (True, False),
+        "told": ("by module", "by config"),
+    },
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
     excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
 )
-def adapted_layer(mesh, x, states, window, recomputed, masked, embedded):
+def adapted_layer(mesh, x, states, window, recomputed, masked, embedded, told):
     """A layer that takes the full sequence, with a cross attention to states that each rank has in full.
 
     With `embedded` x is the sum of hidden states and two embeddings of positions.
     """
     parts = (x / 2, (x / 4, x / 4)) if embedded else (x, ())
-    size, model = x.shape[2], nn.ModuleList([Layer(window)])
+    size, model = x.shape[2], nn.ModuleList([Layer(window, told)])
     adapt_model_to_context(model, local=["*.cross"], sharded=["?", "?.own"])
     with context(mesh, size, device=x.device):
         mask = mask_of(size, window) if masked else None

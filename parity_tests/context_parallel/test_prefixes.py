@@ -34,6 +34,7 @@ N = 4
 PADDED, REAL = [0, 16, 24, 40, 48], [0, 13, 21, 32, 37]
 TREES = {"responses": (-1, 0, 0, 0), "turns": (-1, 0, 1, -1)}
 FILL = -1000
+LONG = 22  # a window that hides no key of any sequence, and some of a prefix
 # The same sequences as a batch, in one row or two: by entries of the row, before an entry of fill is put among them.
 ROWS = {"responses": [[-1, 0, 0, 0]], "turns": [[-1, 0, 1, -1]], "rows": [[-1, 0], [-1, 0]]}
 FILL_BEFORE = {"none": 4, "the second": 1, "the first": 0}  # the entry of each row that stands behind the fill
@@ -101,7 +102,7 @@ DECLARED = dict(
     reference=of_a_tree,
     dims={"b": (1,), "h": (4,), "g": (2,), "s": (PADDED[-1],), "p": (4,)},
     draw=HEADS,
-    options={"tree": ("responses", "turns"), "causal": (True, False), "window": (None, 11)},
+    options={"tree": ("responses", "turns"), "causal": (True, False), "window": (None, 11, LONG)},
     dtypes=DTYPES,
     reduction=("s", "p"),
     roundings=ROUNDINGS,

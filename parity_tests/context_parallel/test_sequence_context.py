@@ -16,8 +16,8 @@ from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_bat
 BOUND = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)  # before any context is entered
 
 
-def attended(q, k, v, causal):
-    return dense_attention(q, k, v, causal)
+def attended(q, k, v, causal, scale):
+    return dense_attention(q, k, v, causal, None, scale)
 
 
 @scheme(
@@ -27,7 +27,7 @@ def attended(q, k, v, causal):
     outputs="b h s/cp:dual_chunk_swap p",
     dims={"b": (1, 2), "g": (2, 1), "h": (2, 4), "p": (4, 8), "s": (16, 8)},
     draw={name: values("normal", "ties") for name in ("q", "k", "v")},
-    options={"causal": (True, False)},
+    options={"causal": (True, False), "scale": (None, 0.375)},
     rank_options={"rotate": ("allgather", "alltoall", "addtoall", None)},
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
@@ -35,10 +35,10 @@ def attended(q, k, v, causal):
 )
 @pytest.mark.cases(3, engine="gloo")
 @pytest.mark.cases(15)
-def attention_inside(mesh, q, k, v, causal, rotate):
+def attention_inside(mesh, q, k, v, causal, scale, rotate):
     buffer = torch.zeros(q.shape[2] * mesh.size("cp"), device=q.device)
     with create_context_parallel_ctx(mesh.device_mesh["cp"], [buffer], [0], set(), rotate):
-        return BOUND(q, k, v, is_causal=causal)
+        return BOUND(q, k, v, is_causal=causal, scale=scale)
 
 
 def on_ranks(n, body):

@@ -85,6 +85,25 @@ class Own(torch.autograd.Function):
         return cotangent, None
 
 
+class SummedOnce(Summed):
+    """The same, whose second derivative has the sum on the first rank alone, and zeros elsewhere."""
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return OwnOfFirst.apply(cotangent, ctx.group), None
+
+
+class OwnOfFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return all_reduce(cotangent, ctx.group, out="R") * (ctx.group.rank() == 0), None
+
+
 def of_types(function, given, returned):
     """A scheme of one axis that returns the sum of a P input, and another input as it is."""
     return scheme(
@@ -117,6 +136,14 @@ def test_a_sum_that_its_second_derivative_lacks_is_a_finding():
     assert sentence.startswith("the second derivative is wrong: the gradient times a direction is ")
 
 
+def test_a_copy_that_the_second_derivative_lacks_is_a_finding():
+    """The ranks' cotangents of an invariant output are equal, and so are their derivatives."""
+    declaration = of_types(SummedOnce.apply, "P", "I")
+    assert verify_case(declaration, declaration.case(b=4)).ok
+    (sentence,) = differentiated_twice(declaration).hygiene
+    assert sentence.startswith("the second derivative is wrong: the gradient times a direction is ")
+
+
 @pytest.mark.parametrize("mark", [first_derivative_only, torch.autograd.function.once_differentiable])
 def test_a_gradient_that_cannot_be_differentiated_is_no_finding(mark):
     class Doubled(torch.autograd.Function):
@@ -135,7 +162,7 @@ def test_a_gradient_that_cannot_be_differentiated_is_no_finding(mark):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_difference_counts_from_the_root_of_the_roundoff_on(dtype):
-    """Whatever the ranks' shares are; a rank without a second derivative, or with one of NaN, says nothing."""
+    """Whatever the ranks' shares are; ranks with none, or with one that is not finite, say nothing."""
     roundoff = UNIT_ROUNDOFF[dtype]
     for size, share in itertools.product((1e-9, 1.0, 1e9), (0.0, 0.25, 1.0)):
         for times, is_found in ((0.5, False), (2.0, True)):
@@ -146,5 +173,6 @@ def test_a_difference_counts_from_the_root_of_the_roundoff_on(dtype):
             ]
             assert (imbalance(ranks, roundoff, 0.0) is not None) == is_found
             assert imbalance(ranks, roundoff, abs(off)) is None
-            for unknown in (None, SecondDerivative(np.nan, 0.0, np.nan)):
-                assert imbalance([*ranks, unknown], roundoff, 0.0) is None
+            infinite = [SecondDerivative(sign * np.inf, 0.0, np.inf) for sign in (1.0, -1.0)]
+            for unknown in ([None], [SecondDerivative(np.nan, 0.0, np.nan)], infinite):
+                assert imbalance([*ranks, *unknown], roundoff, 0.0) is None

@@ -17,6 +17,7 @@ from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.contract import GradientType, Rejected, ShardedAny, contract
 from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.fill import fill_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class BatchLayout:
         return (self.chunks, local // self.chunks) if self.chunks > 1 else (local,)
 
     @contract("BatchLayout.shard")
-    def shard(self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, fill: float = 0) -> Shaped[Tensor, "*local"]:
+    def shard(self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, fill: float | int = 0) -> Shaped[Tensor, "*local"]:
         """Shard `x`, which has the dims `shape` from `dim` on; a dense row is padded by `fill`.
 
             x  "b s cp=R"   ->   "b s/cp" of rows, "t/cp" of a stream, "m t/cp" of chunks,   t = b s / m
@@ -56,13 +57,14 @@ class BatchLayout:
         Any dtype; the shard has the same dtype. Differentiable.
 
         Cost:   no collective; one copy of the shard, and one of x if it is padded.
-        Errors: ValueError if x does not have `shape` at `dim`.
+        Errors: ValueError if x does not have `shape` at `dim`, and for a `fill` that its dtype cannot represent.
         """
         dim = self._place("shard", x, dim, self.shape)
         if not self.is_stream:
             more = self.tokens.total - self.shape[1]
             # F.pad counts dims from the last.
-            padded = F.pad(x, [*[0, 0] * (x.ndim - 2 - dim), 0, more], value=fill) if more else x
+            padding = [*[0, 0] * (x.ndim - 2 - dim), 0, more]
+            padded = F.pad(x, padding, value=fill_of(x, fill, "fill")) if more else x
             return large_tensors.index_select(padded, self.tokens.local_index, dim + 1)
         stream = x.flatten(dim, dim + len(self.shape) - 1)
         return large_tensors.index_select(stream, self.tokens.local_index, dim).unflatten(dim, self.local_shape)

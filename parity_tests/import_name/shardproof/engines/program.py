@@ -149,8 +149,8 @@ class Program:
             for arg in self.inputs
             if arg.name in variables
         }
-        counted = [second_derivative.counted(each, call.coords) for each in (self.inputs, self.outputs)]
-        return second_derivative.terms(outputs, variables, call.drawn_cotangents(outputs), directions, counted)
+        shares = [second_derivative.shares(each, case.mesh) for each in (self.inputs, self.outputs)]
+        return second_derivative.terms(outputs, variables, call.drawn_cotangents(outputs), directions, shares)
 
     def _complete_call(self, mesh: Any, case: CaseSpec, *, is_overwritten: bool) -> None:
         """A call whose results are not compared: it must only not raise. Its caller may overwrite all its tensors."""

@@ -2,13 +2,13 @@
 
 The gradient g of <outputs, c> is linear in the cotangents c. So for every direction v of the inputs, the derivative h
 of <g, v> with respect to c has <h, c> = <g, v>. A rank computes its terms of both sums; `imbalance` adds them up over
-all ranks, each copy of an invariant tensor once.
+all ranks. The n copies of an invariant tensor count 1 / n each: they are equal, so that one wrong copy shows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +37,11 @@ def terms(
     inputs: Mapping[str, torch.Tensor],
     cotangents: Mapping[str, torch.Tensor],
     directions: Mapping[str, torch.Tensor],
-    counted: Sequence[Collection[str]],
+    shares: Sequence[Mapping[str, float]],
 ) -> SecondDerivative | None:
     """A rank's terms; None if the gradient cannot be differentiated.
 
-    `directions` are v, by input. `counted` names the inputs and outputs to count on this rank.
+    `directions` are v, by input. `shares` are the factors of the inputs' terms and of the outputs', by name.
     """
     leaves = {name: cotangent.detach().requires_grad_() for name, cotangent in cotangents.items()}
     try:
@@ -62,18 +62,18 @@ def terms(
         return None
     tangents = {name: h * leaves[name] for name, h in zip(leaves, of_cotangents, strict=True)}
     both = [
-        [product.detach() for name, product in each.items() if name in names]
-        for each, names in zip((products, tangents), counted, strict=True)
+        [product.detach() * factors[name] for name, product in each.items()]
+        for each, factors in zip((products, tangents), shares, strict=True)
     ]
-    by_gradients, by_cotangents = (math.fsum(product.sum().item() for product in each) for each in both)
-    size = math.fsum(product.abs().sum().item() for each in both for product in each)
+    by_gradients, by_cotangents = (sum(product.sum().item() for product in each) for each in both)
+    size = sum(product.abs().sum().item() for each in both for product in each)
     return SecondDerivative(by_gradients, by_cotangents, size)
 
 
-def counted(arguments: Iterable[Argument], coordinates: Mapping[str, int]) -> set[str]:
-    """The tensors to count on a rank: along an invariant axis, only the first of the equal copies."""
+def shares(arguments: Iterable[Argument], mesh: Mapping[str, int]) -> dict[str, float]:
+    """The factor of a rank's term, by tensor: one for each of the equal copies along its invariant axes."""
     return {
-        arg.name for arg in arguments if all(coordinates[axis] == 0 for axis, letter in arg.spec.types if letter == "I")
+        arg.name: 1 / math.prod(mesh[axis] for axis, letter in arg.spec.types if letter == "I") for arg in arguments
     }
 
 
@@ -85,8 +85,9 @@ def imbalance(of_ranks: Sequence[SecondDerivative | None], unit_roundoff: float,
     found = [each for each in of_ranks if each is not None]
     if len(found) < len(of_ranks) or not found:
         return None
+    # Not by math.fsum, which raises an error for two infinities of opposite signs.
     gradients, cotangents, size = (
-        math.fsum(getattr(each, name) for each in found) for name in ("by_gradients", "by_cotangents", "size")
+        sum(getattr(each, name) for each in found) for name in ("by_gradients", "by_cotangents", "size")
     )
     # Rounding errors are far smaller than the root of the roundoff, and the error of a wrong sum is far larger.
     if not math.isfinite(size) or abs(gradients - cotangents) <= math.sqrt(unit_roundoff) * size + 2 * budget:
