@@ -32,6 +32,7 @@ MEANS = (
     ("is not differentiable", {"reduction", "group", "scale", "tied"}),
     ("right once the assignment", {"reduction", "border", "order", "tied"}),
     ("right once", {"reduction", "group", "scale", "statistic", "tied", "schedule"}),
+    ("of the function does not depend on", {"scale", "statistic", "border", "sequence", "tied", "call"}),
     ("no output of the function depends on", {"scale", "statistic", "border", "sequence", "tied", "call"}),
     ("within what", {"precision"}),
     ("error of rounding", {"precision"}),

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from parity_tests.specimens.noted_scheme import declared
-from shardproof import integers, values
-from shardproof.experiments.unused_inputs import UNUSED, name_unused_inputs
+from shardproof import integers, offsets, values
+from shardproof.engines.program import Program
+from shardproof.experiments.unused_inputs import UNUSED, UNUSED_HERE, name_unused_inputs
 from shardproof.explain.note import Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.verify_one_case import verify_case
@@ -14,13 +15,13 @@ from shardproof.verify_one_case import verify_case
 NOWHERE = Note(f"{NO_PATTERN}; worst at (0,0)")
 
 
-def notes_on(function, reference, inputs, draw, *, note=NOWHERE):
+def notes_on(function, reference, inputs, draw, *, note=NOWHERE, outputs="b v/tp", label="out", seed=0):
     declaration = declared(
-        function, reference, inputs, "b v/tp", draw={"x": values("normal"), **draw}, nograd=tuple(inputs)
+        function, reference, inputs, outputs, draw={"x": values("normal"), **draw}, nograd=tuple(inputs)
     )
-    report = verify_case(declaration, declaration.case(tp=2, b=6, v=8))
+    report = verify_case(declaration, declaration.case(tp=2, b=6, v=8, seed=seed))
     assert report.verdict == "mismatch", str(report)
-    return [str(each) for each in name_unused_inputs(declaration, report, [], {"out": (note,)})["out"]]
+    return [str(each) for each in name_unused_inputs(declaration, report, [], {label: (note,)})[label]]
 
 
 def with_a_sink(x, sink):
@@ -60,3 +61,38 @@ def test_a_result_that_follows_from_nothing_names_no_input():
     inputs, draw = {"x": "b v/tp", "w": "b"}, {"w": values("normal")}
     result = notes_on(lambda mesh, x, w: 0 * x, lambda x, w: x * w[:, None], inputs, draw)
     assert result == [str(NOWHERE)]
+
+
+def test_an_input_that_is_only_summed_is_not_named():
+    inputs, draw = {"x": "b v/tp", "n": "b"}, {"n": integers(1, 9)}
+    reference = lambda x, n: x * n.astype(x.dtype)[:, None]  # noqa: E731
+    assert notes_on(lambda mesh, x, n: x * n.sum(), reference, inputs, draw) == [str(NOWHERE)]
+
+
+def test_an_input_of_one_output_alone_is_named_for_the_other():
+    def reference(x, sink):
+        return x * sink[:, None], with_a_sink(x, sink)
+
+    inputs, draw = {"x": "b v/tp", "sink": "b"}, {"sink": values("normal")}
+    function = lambda mesh, x, sink: (x * sink[:, None], x / 2)  # noqa: E731
+    (note,) = notes_on(function, reference, inputs, draw, outputs=("b v/tp", "b v/tp"), label="out[1]")
+    assert note == f"out[1]{UNUSED_HERE}sink, as the reference's does"
+
+
+def test_borders_of_sequences_that_are_never_read_are_named():
+    inputs, draw = {"x": "b v/tp", "cu": "n"}, {"cu": offsets("b", empty=False)}
+    (note,) = notes_on(lambda mesh, x, cu: x, lambda x, cu: x * cu[1].astype(x.dtype), inputs, draw, seed=3)
+    assert note == f"{UNUSED}cu, as the reference's do"
+
+
+def test_a_function_that_raises_for_other_values_reads_them():
+    def function(mesh, x, index):
+        return x if int(index.sum()) == given else [][0]
+
+    inputs, draw = {"x": "b v/tp", "index": "b"}, {"index": integers(1, 9)}
+    reference = lambda x, index: x * index.astype(x.dtype)[:, None]  # noqa: E731
+    declaration = declared(lambda mesh, x, index: x, reference, inputs, "b v/tp", draw=draw)
+    case = declaration.case(tp=2, b=6, v=8)
+    index = next(arg for arg in declaration.inputs if arg.name == "index")
+    given = int(Program.of(declaration).full_array(index, case).sum())
+    assert notes_on(function, reference, inputs, draw) == [str(NOWHERE)]

@@ -170,7 +170,7 @@ LOSS_PARALLEL = """
 import jax
 import jax.numpy as jnp
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from shardproof import scheme, token_below, values
 
@@ -186,10 +186,20 @@ def loss_of_a_sharded_vocabulary(mesh, logits, target):
 """
 
 
+# Torch wants the backward inside too, unless the targets are a DTensor.
+IN_THE_BODY = LOSS_PARALLEL.replace(",\n        around=lambda mesh: loss_parallel()", "").replace(
+    "    return F.cross_entropy(sharded, target,",
+    "    target = DTensor.from_local(target, mesh.device_mesh, [Replicate()], run_check=False)\n"
+    "    with loss_parallel():\n        return F.cross_entropy(sharded, target,",
+)
+
+
 @pytest.mark.fast_values(1)
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_loss_parallel_patches_each_rank_separately(engine, tmp_path):
-    (tmp_path / "loss.py").write_text(LOSS_PARALLEL)
+@pytest.mark.parametrize(
+    ("engine", "text"), [("lockstep", LOSS_PARALLEL), ("lockstep", IN_THE_BODY), ("gloo", LOSS_PARALLEL)]
+)
+def test_loss_parallel_patches_each_rank_separately(engine, text, tmp_path):
+    (tmp_path / "loss.py").write_text(text)
     (scheme,) = schemes_of_file(str(tmp_path / "loss.py"))
     report = scheme.verify(engine, examples=3, tp=4)
     assert report.ok, report

@@ -82,16 +82,48 @@ def gradients(
     such a function cannot be called twice, but not that its second backward is wrong.
     """
     again = bool(case.conditions.get("second_backward"))
-    first = torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
+    one_backward = _by_backward if _has_reentrant_checkpoint(outputs) else _by_grad
+    first = one_backward(outputs, variables, cotangents, retain_graph=again)
     if not again:
         return first
     wait_for(first)
     try:
-        return torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
+        return one_backward(outputs, variables, cotangents, retain_graph=again)
     except RuntimeError as error:
         if any(words in message_of(error) for words in ONCE):
             return first
         raise
+
+
+def _by_grad(
+    outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], *, retain_graph: bool
+) -> tuple[torch.Tensor | None, ...]:
+    return torch.autograd.grad(outputs, variables, cotangents, retain_graph=retain_graph, allow_unused=True)
+
+
+def _by_backward(
+    outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], *, retain_graph: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients as `backward()` leaves them in `.grad`, for functions that reject `torch.autograd.grad`."""
+    torch.autograd.backward(outputs, cotangents, retain_graph=retain_graph)
+    results = tuple(variable.grad for variable in variables)
+    for variable in variables:
+        variable.grad = None
+    return results
+
+
+def _has_reentrant_checkpoint(outputs: Iterable[torch.Tensor]) -> bool:
+    """Whether a graph has a checkpoint that runs a backward of its own, as torch's, Megatron's and DeepSpeed's do."""
+    seen, nodes = set[Any](), [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if "CheckpointFunction" in node.name():
+            return True
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+    return False
 
 
 def wait_for(results: Iterable[torch.Tensor | None]) -> None:

@@ -50,14 +50,15 @@ PATCHED_BY_TORCH = (
     "torch.distributed.tensor.experimental._attention",
     "torch.distributed.tensor.experimental._context_parallel._attention",
 )
+PATCHING = {"loss_parallel", "context_parallel"}
 
 
 def namespaces_of(job: Any) -> dict[str, Namespace]:
     """The namespaces that are separate for each rank of a scheme's program; empty for any other job.
 
-    They are the scheme's module, the user modules that it imports, the modules in `isolate`, and for a scheme with
-    `around` or `setup` the modules that torch's context managers patch. Errors: ValueError for a name in `isolate` that
-    is not a module.
+    They are the scheme's module, the user modules that it imports, the modules in `isolate`, and the modules that
+    torch's context managers patch for a scheme with `around` or `setup`, or that imports such a manager. Errors:
+    ValueError for a name in `isolate` that is not a module.
     """
     if not isinstance(job, Program):
         return {}
@@ -73,7 +74,7 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
     if job.isolate:  # several thousand modules
         names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
     namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
-    if job.around is not None or job.setup is not None:
+    if job.around is not None or job.setup is not None or PATCHING.intersection(_last_names(job)):
         namespaces |= {name: vars(sys.modules[name]) for name in PATCHED_BY_TORCH if name in sys.modules}
         if tensor := sys.modules.get("torch.distributed.tensor"):
             namespaces["handlers of DTensor"] = getattr(tensor.DTensor._op_dispatcher, "_custom_op_handlers", {})
@@ -95,6 +96,10 @@ def imports_of(job: Any) -> list[str]:
     """All names that the job's module and its user modules import anywhere in their source."""
     home = job.fn.__module__ if isinstance(job, Program) else getattr(job, "__module__", "")
     return [imported for name in imported_by(home) for imported in _imports(name)]
+
+
+def _last_names(job: Any) -> set[str]:
+    return {imported.rpartition(".")[2] for imported in imports_of(job)}
 
 
 @functools.cache
