@@ -14,7 +14,8 @@ from parity_tests.parallelizer.families import Chosen, empty, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
 from parity_tests.parallelizer.training import parallelized
-from shardproof import CaseSpec, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.head_styles import GROUPS, ReplicatedHeads
@@ -176,9 +177,7 @@ def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, sinks, cotangen
     return y, *moved, *(of[f"{name}.weight"].view(full.shape) for name, full in named.items()), of["sinks"]
 
 
-@pytest.mark.parametrize("scheme", [packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks], ids=lambda s: s.name)
-def test_parity(scheme):
-    check_cases(scheme, 20)
+test_parity = parity([packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks], lockstep=20)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 1)])
