@@ -62,8 +62,8 @@ def forget(scheme):
     sys.modules.pop(scheme.fn.__module__)
 
 
-def status_of(file, engine=None, repeat=1):
-    return guarded(lambda: listing.replay_file(str(file), engine, repeat))
+def status_of(file, engine=None):
+    return guarded(lambda: listing.replay_file(str(file), engine, 1))
 
 
 def rows(text):

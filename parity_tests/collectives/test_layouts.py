@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from parity_tests.collectives import meanings
-from shardproof import Cost, check_cases, offsets, scheme
+from parity_tests.parity import parity
+from shardproof import Cost, offsets, scheme
 from torch_impl import layouts
 from torch_impl.collectives import all_gather, reduce_scatter
 from torch_impl.layouts import inverse, packed, striped
@@ -150,12 +151,7 @@ SCHEMES = (
     gathered_from_stripes,
     scattered_in_sequences,
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 5, engine=engine)
+test_parity = parity(SCHEMES, lockstep=20, gloo=5)
 
 
 def divided_by_the_full_size(mesh, x):

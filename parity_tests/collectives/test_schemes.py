@@ -1,7 +1,6 @@
 """The collectives as schemes: each with its types, its cost in closed form, and its meaning on one device."""
 
 import numpy as np
-import pytest
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,7 +8,8 @@ from torch import Tensor
 from parity_tests.collectives import meanings
 from parity_tests.collectives.meanings import uneven
 from parity_tests.collectives.meanings import uneven_lengths as lengths
-from shardproof import Cost, check_cases, integers, scheme
+from parity_tests.parity import parity
+from shardproof import Cost, integers, scheme
 from torch_impl import collectives as c
 from torch_impl.collectives.plain import sum_in_place
 
@@ -418,9 +418,4 @@ SCHEMES = (
     shards_around_the_ring,
     shards_around_the_ring_at_once,
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 5, engine=engine)
+test_parity = parity(SCHEMES, lockstep=20, gloo=5)

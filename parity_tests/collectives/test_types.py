@@ -5,8 +5,9 @@ import torch
 
 from parity_tests.collectives import meanings
 from parity_tests.collectives.meanings import uneven, uneven_lengths
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
-from shardproof import Cost, check_cases, integers, scheme
+from shardproof import Cost, integers, scheme
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
 from shardproof.places import ROOT
@@ -113,12 +114,7 @@ CHANGES = (
     reinterpreting("RP", meanings.times_ranks, SPECS["R"], SPECS["P"]),
     reinterpreting("VP", meanings.sum_of_rows, "w/tp b", "1 b tp=P", w="tp"),
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", CHANGES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 12 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity(CHANGES, lockstep=12, gloo=3)
 
 
 THREE = CaseSpec(scheme="collectives", mesh={"x": 3})

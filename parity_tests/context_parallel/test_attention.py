@@ -18,7 +18,8 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
-from shardproof import check_cases, scheme
+from parity_tests.parity import parity
+from shardproof import scheme
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
@@ -171,14 +172,7 @@ SCHEMES = (
     attention_of_uneven_shares,
     attention_over_two_axes,
 )
+test_parity = parity(SCHEMES, lockstep=30)
 
 
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 30)
-
-
-@pytest.mark.fast_values(2)
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity_on_processes(declared):
-    check_cases(declared, 5, engine="gloo")
+test_parity_on_processes = pytest.mark.fast_values(2)(parity(SCHEMES, gloo=5))

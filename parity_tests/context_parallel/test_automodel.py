@@ -19,8 +19,9 @@ from parity_tests.context_parallel.test_batch_layout import (
     gather_cost,
     rows_without_the_last,
 )
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check_cases, integers, scheme
+from shardproof import CaseSpec, Cost, integers, scheme
 from shardproof.engines.engines import run
 from torch_impl.context_parallel.adapters import automodel
 
@@ -200,12 +201,7 @@ def contiguous_batch(
 
 
 SCHEMES = (contiguous_positions, round_robin_positions, padded_sequence, padded_rows, packed_rows, contiguous_batch)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity(SCHEMES, lockstep=15, gloo=3)
 
 
 def on_ranks(n, body):
@@ -259,8 +255,8 @@ def test_rows_of_a_function_that_packs():
     assert on_ranks(2, body) == (([0, 3, 4, 7], full), ([1, 2, 5, 6], full))
 
 
-def sharded_by(mesh, length=6):
-    batch = {"input_ids": torch.zeros(2, length, dtype=torch.int64)}
+def sharded_by(mesh):
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64)}
     sharder = automodel.ContextParallelSharder(None, mesh.device_mesh, batch)
     sharder.shard(batch)
     return sharder

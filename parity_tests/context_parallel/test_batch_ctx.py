@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jax_ref.context_parallel import padded_batch
 from jax_ref.layouts import dual_chunk_swap
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
+from shardproof import CaseSpec, Cost, integers, lengths, scheme
 from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
@@ -74,10 +75,7 @@ def positions_of_a_batch(mesh, ids, padded) -> tuple[Int[Tensor, "b t"], Int[Ten
     return tuple(built)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [share_of_a_dense_batch, positions_of_a_batch], ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity([share_of_a_dense_batch, positions_of_a_batch], lockstep=15, gloo=3)
 
 
 def on_ranks(n, body):

@@ -13,8 +13,9 @@ from torch import Tensor
 from jax_ref.context_parallel import shard_and_squares
 from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
 from parity_tests.context_parallel.test_batch_te import Mesh
+from parity_tests.parity import parity
 from parity_tests.rejections import check_rejection, rejected
-from shardproof import CaseSpec, Cost, check_cases, lengths, scheme
+from shardproof import CaseSpec, Cost, lengths, scheme
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
@@ -110,12 +111,7 @@ def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context, ki
 
 
 SCHEMES = (dense_rows_there_and_back, packed_rows_there_and_back)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity(SCHEMES, lockstep=15, gloo=3)
 
 
 @settings(max_examples=few(8))

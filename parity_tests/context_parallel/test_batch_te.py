@@ -12,8 +12,9 @@ from jax_ref.context_parallel import packed_batch
 from jax_ref.layouts import inverse
 from jax_ref.layouts import packed as packed_reference
 from parity_tests.context_parallel.drawn_rows import batch_of, drawn_rows
+from parity_tests.parity import parity
 from parity_tests.rejections import check_rejection, rejected
-from shardproof import CaseSpec, Cost, check_cases, integers, lengths, scheme
+from shardproof import CaseSpec, Cost, integers, lengths, scheme
 from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
@@ -109,12 +110,7 @@ def share_of_a_stream(
 
 
 SCHEMES = (share_of_a_batch, shares_of_chunks, share_of_a_stream)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity(SCHEMES, lockstep=15, gloo=3)
 
 
 class Mesh:

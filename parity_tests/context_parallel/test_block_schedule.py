@@ -25,6 +25,7 @@ from parity_tests.context_parallel.attention_schemes import (
     usp_cost,
 )
 from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
+from parity_tests.parity import parity
 from shardproof import check_cases, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import MAX_DISTINCT_LENGTHS, MAX_SEGMENT_QUERIES, Block, schedule_of
@@ -182,16 +183,10 @@ SCHEMES = (
     packed_attention_in_order,
     packed_attention_by_name,
 )
+test_parity = parity(SCHEMES, lockstep=30)
 
 
-@pytest.mark.parametrize("stated", SCHEMES, ids=lambda stated: stated.name)
-def test_parity(stated):
-    check_cases(stated, 30)
-
-
-@pytest.mark.parametrize("stated", (packed_attention_by_keys, packed_attention_in_order), ids=lambda each: each.name)
-def test_parity_on_processes(stated):
-    check_cases(stated, 5, engine="gloo")
+test_parity_on_processes = parity((packed_attention_by_keys, packed_attention_in_order), gloo=5)
 
 
 LENGTHS = {

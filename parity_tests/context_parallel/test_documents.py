@@ -108,11 +108,11 @@ def test_parity_over_a_halo(engine, examples):
     check_cases(attention_over_a_halo, examples, engine=engine)
 
 
-def attended(lengths, kind="contiguous", **rules):
+def attended(lengths, **rules):
     """The ledger of attention over documents of these lengths, forward and backward."""
 
     def body(mesh, case):
-        layout = TokenLayout.packed(stacked(lengths).tolist(), cp_size=N, cp_rank=mesh.rank("cp"), kind=kind)
+        layout = TokenLayout.packed(stacked(lengths).tolist(), cp_size=N, cp_rank=mesh.rank("cp"), kind="contiguous")
         shards = [torch.ones(1, h, layout.counts[0], 4, requires_grad=True) for h in HEADS.values()]
         context_parallel_attention(*shards, group=mesh["cp"], layout=layout, **rules).sum().backward()
 

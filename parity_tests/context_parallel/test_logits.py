@@ -18,8 +18,9 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
+from parity_tests.parity import parity
 from parity_tests.rejections import check_rejection
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
@@ -119,11 +120,7 @@ def attention_with_sinks_over_two_axes(mesh, q, k, v, sinks, causal, window, sof
 
 
 SCHEMES = (attention_with_sinks, attention_with_sinks_over_two_axes)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 30)
+test_parity = parity(SCHEMES, lockstep=30)
 
 
 def alone(body):

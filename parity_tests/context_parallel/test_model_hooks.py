@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from jax_ref.context_parallel import layer_with_cross_attention
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.context_parallel import adapt_model_to_context, create_context_parallel_ctx, local_attention
 from torch_impl.context_parallel.model_hooks import _is_causal, _window
@@ -135,10 +136,7 @@ def layer_with_a_scope(mesh, x, states, where):
     return x + layer.cross(x, states)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [adapted_layer, layer_with_a_scope], ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity([adapted_layer, layer_with_a_scope], lockstep=15, gloo=3)
 
 
 def on_ranks(n, body):

@@ -22,7 +22,8 @@ from parity_tests.context_parallel.attention_schemes import (
     exchange_cost,
 )
 from parity_tests.context_parallel.seen_pairs import times_seen
-from shardproof import check_cases, integers, scheme
+from parity_tests.parity import parity
+from shardproof import integers, scheme
 from shardproof.cost.attention import needed_keys, visible_pairs
 from shardproof.draw.profiles import few
 from torch_impl import context_parallel as cp
@@ -221,11 +222,7 @@ SCHEMES = (
     attention_over_shared_prefixes_in_order,
     attention_over_shared_prefixes_on_two_axes,
 )
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 15)
+test_parity = parity(SCHEMES, lockstep=15)
 
 
 def test_positions_count_on_from_the_prefix():

@@ -12,7 +12,8 @@ from torch import Tensor
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.choices import chosen_experts, padding
 from parity_tests.expert_parallel.expert_module import over_all
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.draw.inputs import full_array
@@ -180,11 +181,7 @@ SCHEMES = (
     loads_of_all_ranks,
     bias_of_all_loads,
 )
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 30)
+test_parity = parity(SCHEMES, lockstep=30)
 
 
 @pytest.mark.parametrize("declared", [balance_of_each_sequence, z_loss_without_padding], ids=lambda each: each.name)

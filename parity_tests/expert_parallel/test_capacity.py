@@ -10,7 +10,8 @@ from torch import Tensor
 
 from jax_ref.expert_parallel import kept_by_position, kept_by_probability, mixture
 from parity_tests.expert_parallel.choices import chosen_experts
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.expert_parallel import expert_capacity, kept_choices, routed_experts
 
@@ -112,11 +113,7 @@ def routed_with_capacity(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, d
 
 
 SCHEMES = (kept_of_all_tokens, kept_of_each_rank, routed_with_capacity)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 40)
+test_parity = parity(SCHEMES, lockstep=40)
 
 
 def kept_on(count, experts, gates, capacity, by):

@@ -11,7 +11,8 @@ from parity_tests.expert_parallel.choices import chosen_experts
 from parity_tests.expert_parallel.costs import cost_by_all_gather, cost_by_all_to_all
 from parity_tests.expert_parallel.stored_mixture import pairs_by_all_gather, pairs_by_all_to_all
 from parity_tests.expert_parallel.test_routed_experts import NUMBERS, ROUNDINGS
-from shardproof import CaseSpec, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.collectives import all_reduce
 from torch_impl.expert_parallel import ClampedSwiGLU, routed_experts, top_k_softmax
@@ -92,17 +93,10 @@ def ragged_gpt_oss_experts(
 
 
 SCHEMES = (gpt_oss_experts, gathered_gpt_oss_experts, ragged_gpt_oss_experts)
+test_parity = parity(SCHEMES, lockstep=30)
 
 
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 30)
-
-
-@pytest.mark.fast_values(1)
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity_on_processes(declared):
-    check_cases(declared, 3, engine="gloo")
+test_parity_on_processes = pytest.mark.fast_values(1)(parity(SCHEMES, gloo=3))
 
 
 HIDDEN, HIDDEN_COLUMNS, EXPERTS, CHOICES, TOKENS = 6, 12, 4, 2, 16

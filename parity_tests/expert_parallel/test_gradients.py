@@ -6,7 +6,8 @@ import torch
 
 from jax_ref import expert_parallel as reference
 from parity_tests.expert_parallel.expert_module import BALANCE, Z, over_all, trained, trained_on_sequences
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.expert_parallel import sum_gradients, sum_layer_gradients
 
@@ -134,17 +135,10 @@ def summed_gradients(mesh, weight, bias, stored, is_listed_twice):
 
 
 SCHEMES = (step_of_expert_layer, step_over_cp_and_ep, summed_gradients)
+test_parity = parity(SCHEMES, lockstep=30)
 
 
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 30)
-
-
-@pytest.mark.fast_values(1)
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity_on_processes(declared):
-    check_cases(declared, 4, engine="gloo")
+test_parity_on_processes = pytest.mark.fast_values(1)(parity(SCHEMES, gloo=4))
 
 
 def summed(groups_of, parameters_of, **mesh):

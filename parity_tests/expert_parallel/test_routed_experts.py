@@ -16,7 +16,8 @@ from parity_tests.expert_parallel.stored_mixture import (
     kept_by_all_gather,
     kept_by_all_to_all,
 )
-from shardproof import CaseSpec, check_cases, mask, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, mask, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.expert_parallel import routed_experts, shared_experts, softmax_top_k
 
@@ -182,17 +183,10 @@ SCHEMES = (
     routed_with_replicated_experts,
     shared_over_tp,
 )
+test_parity = parity(SCHEMES, lockstep=30)
 
 
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 30)
-
-
-@pytest.mark.fast_values(2)
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity_on_processes(declared):
-    check_cases(declared, 4, engine="gloo")
+test_parity_on_processes = pytest.mark.fast_values(2)(parity(SCHEMES, gloo=4))
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])

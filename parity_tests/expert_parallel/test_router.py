@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jax_ref import expert_parallel as reference
-from shardproof import Cost, check_cases, drawn, integers, scheme, values
+from parity_tests.parity import parity
+from shardproof import Cost, drawn, integers, scheme, values
 from torch_impl import expert_parallel
 
 Routing = tuple[Float[Tensor, "t k"], Int[Tensor, "t k"], Float[Tensor, "t e"]]
@@ -122,11 +123,7 @@ def bias_of_the_next_step(mesh, bias, counts: Int[Tensor, "e"], rate) -> Float[T
 
 
 SCHEMES = (routed_by_softmax, routed_by_top_k, routed_by_sigmoid, bias_of_the_next_step)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared)
+test_parity = parity(SCHEMES, lockstep=None)
 
 
 def test_normalised_probabilities_are_the_softmax_of_the_chosen():

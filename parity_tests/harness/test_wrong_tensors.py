@@ -21,9 +21,9 @@ from shardproof.verify_one_case import verify_case
 LARGEST_OF_FLOAT16 = 65504.0
 
 
-def declared(function, reference, inputs="b v/tp", outputs="b v/tp", **more):
+def declared(function, reference, **more):
     defaults = {"mesh": {"tp": (2,)}, "draw": {"x": values("normal")}, "dtypes": ("float32",)}
-    return scheme(reference=reference, inputs={"x": inputs}, outputs=outputs, **{**defaults, **more})(function)
+    return scheme(reference=reference, inputs={"x": "b v/tp"}, outputs="b v/tp", **{**defaults, **more})(function)
 
 
 def evidence_of(declaration, report, tensor):

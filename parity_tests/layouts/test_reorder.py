@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ref.layouts import reference
-from shardproof import Cost, check_cases, integers, offsets, scheme
+from parity_tests.parity import parity
+from shardproof import Cost, integers, offsets, scheme
 from torch_impl.collectives import all_gather
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.reorder import (
@@ -117,11 +118,7 @@ SCHEMES = (
     sharded_in_rank_order_dense,
     chunks_that_follow,
 )
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 15)
+test_parity = parity(SCHEMES, lockstep=15)
 
 
 def rows(count):

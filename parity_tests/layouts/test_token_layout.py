@@ -14,7 +14,8 @@ from torch import Tensor
 
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import ceil_lengths, check_partition, reference
-from shardproof import CaseSpec, Cost, check_cases, drawn, integers, offsets, scheme
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, drawn, integers, offsets, scheme
 from shardproof.engines.engines import run
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.index_arrays import contiguous, dual_chunk_swap, ragged, striped
@@ -129,9 +130,9 @@ def with_fill(offsets, fill):
     return offsets if offsets is None else torch.nn.functional.pad(offsets, (0, fill), value=-1)
 
 
-def packed_layout(mesh, padded, real=None, kind="packed", fill=0):
+def packed_layout(mesh, padded, real=None, fill=0):
     padded, real = with_fill(padded, fill), with_fill(real, fill)
-    return TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
+    return TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
 
 
 def first(x, padded):
@@ -355,12 +356,7 @@ SCHEMES = (
     tables_of_stripes,
     sharded_by_dense_layouts,
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 15 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity(SCHEMES, lockstep=15, gloo=3)
 
 
 def on_ranks(cp, body):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check, check_cases, scheme
+from shardproof import CaseSpec, Cost, check, scheme
 from shardproof.engines.engines import run
 from torch_impl import mamba
 
@@ -42,10 +43,7 @@ def tokens_for_columns(mesh, x):
     return mamba._all_to_all_hp2cp(x, mesh["cp"], 7).neg_()  # a stream has no batch size
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [columns_for_tokens, tokens_for_columns], ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 12 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity([columns_for_tokens, tokens_for_columns], lockstep=12, gloo=3)
 
 
 @pytest.mark.parametrize("declared", [columns_for_tokens, tokens_for_columns], ids=lambda declared: declared.name)

@@ -11,7 +11,8 @@ from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parall
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import WAYS, check_what_a_token_changes, on_ranks, parallel, rank_positions
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
-from shardproof import CaseSpec, Cost, check_cases, scheme
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
@@ -118,12 +119,7 @@ def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused, way):
 
 
 SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 12 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity(SCHEMES, lockstep=12, gloo=3)
 
 
 def rank_tokens(mesh, x, cu=None):

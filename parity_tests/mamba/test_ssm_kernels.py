@@ -1,13 +1,13 @@
 """Parity of the calls of mamba-ssm's and causal-conv1d's kernels, with stand-ins that compute token by token."""
 
 import jax.numpy as jnp
-import pytest
 import torch
 
 from jax_ref.mamba import causal_conv
 from parity_tests.mamba import ssm_kernels
 from parity_tests.mamba.test_scan import DECLARED
-from shardproof import check_cases, offsets, scheme, values
+from parity_tests.parity import parity
+from shardproof import offsets, scheme, values
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mamba_ssm_kernels import kernel_conv, kernel_scan
 
@@ -63,8 +63,4 @@ def convolved_by_a_kernel(mesh, x, weight, bias, cu, has_bias, packed):
 
 
 SCHEMES = (scanned_by_a_kernel, convolved_by_a_kernel)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
+test_parity = parity(SCHEMES, lockstep=20)

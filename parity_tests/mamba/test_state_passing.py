@@ -14,7 +14,8 @@ from parity_tests.mamba.over_ranks import (
     rank_positions,
 )
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
-from shardproof import Cost, check_cases, scheme
+from parity_tests.parity import parity
+from shardproof import Cost, scheme
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaStatePassing, mamba_cp_bytes
 from torch_impl.mamba.segments import segments_of
@@ -81,10 +82,7 @@ SCHEMES = (state_passing, state_passing_contiguous, state_passing_packed, state_
 CUTS = [("dual_chunk_swap", None), ("contiguous", None), ("dual_chunk_swap", CU), ("contiguous", [0, 5, 6, 6, 17, 24])]
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 10 if engine == "lockstep" else 2, engine=engine)
+test_parity = parity(SCHEMES, lockstep=10, gloo=2)
 
 
 @pytest.mark.fast_values(1)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from jax_ref.models import contrastive_loss as reference
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from parity_tests.slow import slow_but
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
@@ -75,11 +76,7 @@ def contrastive_loss_that_is_averaged(mesh, queries, keys, log_scale):
 
 
 SCHEMES = loss_of_equal_ranks, loss_of_unequal_ranks, contrastive_loss_that_is_averaged
-
-
-@pytest.mark.parametrize("declared", slow_but([loss_of_unequal_ranks], SCHEMES), ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
+test_parity = parity(slow_but([loss_of_unequal_ranks], SCHEMES), lockstep=20)
 
 
 @pytest.mark.slow

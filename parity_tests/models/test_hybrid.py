@@ -20,7 +20,8 @@ from parity_tests.models.parameters import (
     rank_logits,
     specs,
 )
-from shardproof import CaseSpec, check_cases, integers, offsets, scheme, token_below
+from parity_tests.parity import parity
+from shardproof import CaseSpec, integers, offsets, scheme, token_below
 from shardproof.engines.engines import run
 from shardproof.training.by_name import flax_model
 from torch_impl.layouts import TokenLayout
@@ -118,11 +119,7 @@ def hybrid_of_contiguous_rows(mesh, ids, groups, parameters, exchange, mamba):
 
 
 SCHEMES = (hybrid_over_tokens, hybrid_over_heads, hybrid_of_rows, hybrid_of_contiguous_rows)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 8)
+test_parity = parity(SCHEMES, lockstep=8)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

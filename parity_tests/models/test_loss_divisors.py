@@ -16,8 +16,9 @@ from torch import Tensor
 from jax_ref.models import aggregated
 from parity_tests.parallelizer.families import IGNORED, Chosen, batch, model_of
 from parity_tests.parallelizer.training import broken_on_ranks, full_arrays, parallelized
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check_cases, mask, offsets, scheme, values
+from shardproof import CaseSpec, Cost, mask, offsets, scheme, values
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from shardproof.judge import bridge
@@ -144,11 +145,7 @@ def loss_of_packed_documents(
 
 
 SCHEMES = (loss_of_unequal_rows, loss_of_equal_rows, loss_that_is_averaged, loss_of_packed_documents)
-
-
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
+test_parity = parity(SCHEMES, lockstep=20)
 
 
 def on_one_rank(losses, counted, aggregation, constant=1):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from jax_ref.models import multi_token_losses as reference
 from jax_ref.vocab_parallel import tokens_ahead as reference_tokens_ahead
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from parity_tests.slow import slow_but
 from shardproof import Cost, check_cases, integers, offsets, scheme, values
@@ -272,11 +273,7 @@ SCHEMES = (
     losses_that_are_averaged,
     loss_of_shared_weight,
 )
-
-
-@pytest.mark.parametrize("declared", slow_but([losses_of_rows], SCHEMES), ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
+test_parity = parity(slow_but([losses_of_rows], SCHEMES), lockstep=20)
 
 
 @pytest.mark.slow

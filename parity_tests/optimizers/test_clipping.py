@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from jax_ref.optimizers import clipped
 from parity_tests.optimizers.parameters import distributed, local, parameter
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import clip_grad_norm_, clipping, gradient_norm
 
@@ -199,11 +200,7 @@ SCHEMES = (
     clipped_plain_shards,
     clipped_unlike_shards,
 )
-
-
-@pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
-def test_parity(declared_scheme):
-    check_cases(declared_scheme, 25)
+test_parity = parity(SCHEMES, lockstep=25)
 
 
 # The ranks of a body have the same sharded parameters; 1-norms of integers are exact in any order.

@@ -23,7 +23,8 @@ from parity_tests.optimizers.parameters import (
     stepped,
     weight,
 )
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon
 
@@ -213,11 +214,7 @@ SCHEMES = (
     muon_over_fsdp2,
     muon_over_fsdp2_and_tp,
 )
-
-
-@pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
-def test_parity(declared_scheme):
-    check_cases(declared_scheme, 12)
+test_parity = parity(SCHEMES, lockstep=12)
 
 
 # optax in place of our reference

@@ -163,10 +163,10 @@ def on_ranks(n, body):
     return run(body, CaseSpec(scheme="replicas", mesh={"tp": n})).results
 
 
-def ones_model(mesh, rules=RULES):
+def ones_model(mesh):
     model = Model(torch.ones(2), torch.ones(3, 2), torch.ones(3))
     optimizer = optimizer_of(model)
-    return model, optimizer, ReplicaGradients(model, [mesh["tp"]], rules, optimizer)
+    return model, optimizer, ReplicaGradients(model, [mesh["tp"]], RULES, optimizer)
 
 
 def test_a_mean_brings_copies_together():

@@ -9,7 +9,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from jax_ref.optimizers import adamw, sgd
 from parity_tests.optimizers.parameters import full, fully_sharded, local, placed, shard_of, stepped, weight
-from shardproof import Cost, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import Cost, scheme, values
 
 # A layer over FSDP and tensor parallelism: three matrices, and a norm's vector that is not decayed.
 LAYER = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(1)),
@@ -192,8 +193,4 @@ SCHEMES = (
     sgd_beside_optax,
     adamw_over_fsdp2,
 )
-
-
-@pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
-def test_parity(declared_scheme):
-    check_cases(declared_scheme, 12)
+test_parity = parity(SCHEMES, lockstep=12)

@@ -9,7 +9,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from jax_ref.optimizers import adamw, sgd
 from parity_tests.optimizers.parameters import full, shard_of
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import Zero1, clip_grad_norm_
 
@@ -189,9 +190,7 @@ def zero1_of_two_dtypes(mesh, weights, gradients, stored):
     return {f"weights_{name}": each.detach().to(weights[name].dtype) for name, each in parameters.items()}
 
 
-@pytest.mark.parametrize("declared_scheme", [zero1_adamw, zero1_sgd, zero1_of_two_dtypes], ids=lambda each: each.name)
-def test_parity(declared_scheme):
-    check_cases(declared_scheme, 12)
+test_parity = parity([zero1_adamw, zero1_sgd, zero1_of_two_dtypes], lockstep=12)
 
 
 # To the bit: sums of integers are exact, and the step is the same arithmetic on fewer elements

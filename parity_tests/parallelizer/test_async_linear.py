@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from jax_ref.parallelizer import linear
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from parity_tests.slow import slow_but
 from shardproof import CaseSpec, Cost, check_cases, scheme, values
@@ -101,10 +102,7 @@ def test_parity(declared):
     check_cases(declared, 20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity_on_processes(declared):
-    check_cases(declared, 4, engine="gloo")
+test_parity_on_processes = pytest.mark.slow(parity(SCHEMES, gloo=4))
 
 
 def whole_numbers(*shape):

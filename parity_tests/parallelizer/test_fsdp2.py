@@ -23,8 +23,9 @@ from parity_tests.parallelizer.training import (
     on_mesh,
     parallelized,
 )
+from parity_tests.parity import parity
 from parity_tests.rejections import check_rejection
-from shardproof import CaseSpec, Cost, check_cases, ids, scheme, token_below, values
+from shardproof import CaseSpec, Cost, ids, scheme, token_below, values
 from shardproof.declare.declared import flat
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import (
@@ -121,12 +122,7 @@ def fully_sharded_step_in_bfloat16(mesh, parameters, token, target, has_policy):
 
 
 SCHEMES = (fully_sharded_step, fully_sharded_step_by_older_names, fully_sharded_step_in_bfloat16)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 8 if engine == "lockstep" else 2, engine=engine)
+test_parity = parity(SCHEMES, lockstep=8, gloo=2)
 
 
 def test_signature_matches_the_page():

@@ -15,7 +15,8 @@ from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
 from parity_tests.parallelizer.test_lora import ALPHA, adapted_layer
 from parity_tests.parallelizer.training import parallelized
-from shardproof import CaseSpec, check_cases, scheme, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.head_styles import GROUPS, ReplicatedHeads
@@ -209,13 +210,7 @@ def adapted_heads_of_keys(mesh, x, query, key, value, out, sinks, a, b, cotangen
     return y, *moved, of["k_proj.lora_A.weight"], of["k_proj.lora_B.weight"].view(b.shape)
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks, adapted_heads_of_keys],
-    ids=lambda s: s.name,
-)
-def test_parity(scheme):
-    check_cases(scheme, 20)
+test_parity = parity([packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ranks, adapted_heads_of_keys], lockstep=20)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 1)])

@@ -18,8 +18,9 @@ from parity_tests.parallelizer.families import Chosen, batch, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
 from parity_tests.parallelizer.training import broken, broken_on_ranks, parallelized, summed_loss
+from parity_tests.parity import parity
 from parity_tests.slow import slow_but
-from shardproof import CaseSpec, check_cases, scheme, values
+from shardproof import CaseSpec, scheme, values
 from shardproof.engines.engines import run
 from shardproof.judge import bridge
 from torch_impl.parallelizer import (
@@ -204,17 +205,10 @@ def of_styled_pair(mesh, plan, x, up, down, adapters, bias, cotangent, weights, 
 
 
 SCHEMES = (lora_layer, dora_layer, lora_pair, lora_pair_of_positions)
+test_parity = parity(SCHEMES, lockstep=20)
 
 
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared):
-    check_cases(declared, 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity_on_processes(declared):
-    check_cases(declared, 3, engine="gloo")
+test_parity_on_processes = pytest.mark.slow(parity(SCHEMES, gloo=3))
 
 
 # ---- Models of transformers

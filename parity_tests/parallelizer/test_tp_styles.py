@@ -12,7 +12,8 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.styled import Gated, Norm, Stacks, accumulated, ceil_rule, linear_layer, styled
-from shardproof import CaseSpec, check_cases, scheme, token_below, values
+from parity_tests.parity import parity
+from shardproof import CaseSpec, scheme, token_below, values
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import translate_to_torch_parallel_style
 from torch_impl.parallelizer.hf_plan import REJECTED, STYLES
@@ -226,11 +227,7 @@ SCHEMES = (
     identity_expert,
     stacked_experts,
 )
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
-def test_parity(scheme):
-    check_cases(scheme, 30)
+test_parity = parity(SCHEMES, lockstep=30)
 
 
 def test_every_name_that_transformers_registers_is_a_style_or_a_rejection():

@@ -28,15 +28,15 @@ def named_orders(draw, **limits):
 
 
 @st.composite
-def own_orders(draw, ranks=(1, 3), stages=4, max_microbatches=3, for_torch=False):
+def own_orders(draw, for_torch=False):
     """(order, rank of each stage, n): any order in which every action comes after the actions that it needs.
 
     `for_torch` keeps the forwards of the last stage in the order of micro-batches, by which torch knows them.
     """
-    p = draw(st.integers(*ranks))
-    placed = list(range(p)) + draw(st.lists(st.integers(0, p - 1), max_size=stages - p))
+    p = draw(st.integers(1, 3))
+    placed = list(range(p)) + draw(st.lists(st.integers(0, p - 1), max_size=4 - p))
     placed = list(draw(st.permutations(placed)))
-    n = draw(st.integers(1, max_microbatches))
+    n = draw(st.integers(1, 3))
     halved = {(s, m): draw(st.booleans()) for s in range(len(placed)) for m in range(n)}
     todo = {Action(s, kind, m) for (s, m), cut in halved.items() for kind in ("FIW" if cut else "FB")}
     done: set[Action] = set()

@@ -49,11 +49,11 @@ def gradients(modules):
     }
 
 
-def made_stages(mesh, placed, dtype, device="cpu"):
+def made_stages(mesh, placed, dtype):
     """{stage: PipelineStage} of this rank."""
     group = mesh["pp"]
     return {
-        stage: PipelineStage(part(stage, dtype), stage, len(placed), torch.device(device), group=group)
+        stage: PipelineStage(part(stage, dtype), stage, len(placed), torch.device("cpu"), group=group)
         for stage, rank in enumerate(placed)
         if rank == mesh.rank("pp")
     }

@@ -19,11 +19,11 @@ HALF_THE_DIGITS = 2.0**-26  # of float64: a spread, over eight directions, is it
 MAX_OPERATIONS = 500  # beyond which XLA takes seconds to compile the derivative: of those it gets the values alone
 
 
-def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray], seed: int = 0) -> list[str]:
+def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray]) -> list[str]:
     """The differences between two evaluations of a traced function; floating inputs move by one of their roundoffs."""
     arrays = [np.asarray(array) for array in arrays]
     has_tangent = [array.dtype.kind == "f" for array in arrays]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     tangents = [
         U * random.choice([-1.0, 1.0], size=(DIRECTIONS, *array.shape)) * np.where(np.isfinite(array), array, 0.0)
         if has

@@ -7,11 +7,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import argmax, columns, log_softmax, logprob, sequence
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -139,12 +140,7 @@ SCHEMES = (
     largest_id,
     sum_over_a_group,
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 40 if engine == "lockstep" else 5, engine=engine)
+test_parity = parity(SCHEMES, lockstep=40, gloo=5)
 
 
 def on_two_ranks(body):

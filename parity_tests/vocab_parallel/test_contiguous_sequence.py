@@ -8,8 +8,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import next_positions, sequence
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
-from shardproof import CaseSpec, Cost, check_cases, integers, mask, scheme
+from shardproof import CaseSpec, Cost, integers, mask, scheme
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -74,10 +75,7 @@ def next_id(mesh, ids, is_real, fill) -> tuple[Int[Tensor, "b s"], Bool[Tensor, 
     return vp.cp_shift_next(ids, mesh["cp"], 1, fill), vp.cp_shift_next(is_real, mesh["cp"], 1, False)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [contiguous_blocks, next_position, next_id], ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 30 if engine == "lockstep" else 5, engine=engine)
+test_parity = parity([contiguous_blocks, next_position, next_id], lockstep=30, gloo=5)
 
 
 def on_ranks(cp, body):

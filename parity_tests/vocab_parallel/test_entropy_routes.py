@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -13,6 +12,7 @@ from jax_ref.vocab_parallel import (
     next_token_logprob,
     packed_next_token_negative_entropy,
 )
+from parity_tests.parity import parity
 from parity_tests.rejections import check_rejection
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import (
@@ -25,7 +25,7 @@ from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_ran
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from parity_tests.vocab_parallel.test_packed import by_padded
 from parity_tests.vocab_parallel.test_stored_order import of_keys
-from shardproof import Cost, check_cases, integers, offsets, scheme, values
+from shardproof import Cost, integers, offsets, scheme, values
 from torch_impl import vocab_parallel as vp
 
 COMMON = dict(
@@ -223,12 +223,7 @@ SCHEMES = (
     entropy_of_packed,
     entropy_of_hidden_states,
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
+test_parity = parity(SCHEMES, lockstep=20, gloo=4)
 
 
 def test_an_entropy_beside_a_filter_is_rejected():

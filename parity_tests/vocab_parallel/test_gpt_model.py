@@ -3,13 +3,13 @@
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import pytest
 from torch import nn
 
 from jax_ref.vocab_parallel import linear_next_token_logprob
+from parity_tests.parity import parity
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
-from shardproof import Cost, check_cases, offsets, scheme, values
+from shardproof import Cost, offsets, scheme, values
 from torch_impl.vocab_parallel import patch_gpt_model_forward_for_linear_ce_fusion as patch
 
 FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
@@ -151,7 +151,4 @@ def fused_packed_model(
     return fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [fused_model, fused_packed_model], ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
+test_parity = parity([fused_model, fused_packed_model], lockstep=20, gloo=4)

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import kl_divergence
+from parity_tests.parity import parity
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_in_inference
-from shardproof import CaseSpec, Cost, check, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, check, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -95,10 +96,7 @@ def kl_near_its_end(mesh, logits, reverse, chunk_size):
     return vp.vocab_parallel_kl(logits, 2 * logits.detach(), mesh["tp"], reverse=reverse, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [forward_kl, reverse_kl, kl_near_its_end], ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 40 if engine == "lockstep" else 5, engine=engine)
+test_parity = parity([forward_kl, reverse_kl, kl_near_its_end], lockstep=40, gloo=5)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

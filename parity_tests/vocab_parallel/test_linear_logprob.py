@@ -8,11 +8,12 @@ import torch
 
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob, logits_of_hidden, logprob
+from parity_tests.parity import parity
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED, next_is_ignored
 from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_in_inference
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, offsets, scheme, values
+from shardproof import CaseSpec, Cost, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather, all_reduce
@@ -189,12 +190,7 @@ SCHEMES = (
     linear_next_tokens_of_a_stream,
     gradients_under_autocast,
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
+test_parity = parity(SCHEMES, lockstep=20, gloo=4)
 
 
 D, V, S = 5, 6, 8

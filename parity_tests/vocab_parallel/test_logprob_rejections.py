@@ -25,8 +25,8 @@ def plain(group, logits=LOGITS, target=TARGET, start=0, end=8, temperature=1.0):
     return vp.DistributedLogprob.apply(logits, target, start, end, group, False, temperature)
 
 
-def chunked(group, chunk_size, logits=LOGITS, target=TARGET):
-    return vp.ChunkedDistributedLogprob.apply(logits, target, 0, 8, chunk_size, group)
+def chunked(group, chunk_size):
+    return vp.ChunkedDistributedLogprob.apply(LOGITS, TARGET, 0, 8, chunk_size, group)
 
 
 TYPE_ERRORS = [

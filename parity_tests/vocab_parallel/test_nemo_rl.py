@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import log_softmax
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.test_columns import sums_over_tp, widths
-from shardproof import CaseSpec, Cost, check_cases, scheme
+from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as ours
 from torch_impl.vocab_parallel.adapters import nemo_rl
@@ -52,10 +53,7 @@ def tempered_full_log_softmax(mesh, logits, temperature):
     return nemo_rl.vocab_parallel_full_log_softmax(logits, temperature, tp_group=mesh["tp"])
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [tempered_log_softmax, tempered_full_log_softmax], ids=lambda each: each.name)
-def test_parity(declared, engine):
-    check_cases(declared, 30 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity([tempered_log_softmax, tempered_full_log_softmax], lockstep=30, gloo=3)
 
 
 CALLS = {  # NeMo-RL's call, and the same of torch_impl.vocab_parallel

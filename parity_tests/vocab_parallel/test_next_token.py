@@ -8,12 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob
+from parity_tests.parity import parity
 from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next, next_is_ignored
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, scheme, values
+from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -133,12 +134,7 @@ SCHEMES = (
     next_tokens_by_rank,
     next_tokens_of_full_rows,
 )
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
+test_parity = parity(SCHEMES, lockstep=20, gloo=4)
 
 
 def on_mesh(body, **mesh):

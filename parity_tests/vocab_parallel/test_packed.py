@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import packed_next_token_logprob
+from parity_tests.parity import parity
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next_in_stream, next_in_row_is_ignored
 from parity_tests.vocab_parallel.shard import owned_range
-from shardproof import CaseSpec, Cost, check_cases, integers, offsets, scheme, values
+from shardproof import CaseSpec, Cost, integers, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
@@ -125,12 +126,7 @@ def packed_next_tokens_rolled_before(mesh, logits, target, padded, real, columns
 
 
 SCHEMES = (packed_next_tokens, packed_next_tokens_of_real_lengths, packed_next_tokens_rolled_before)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
+test_parity = parity(SCHEMES, lockstep=20, gloo=4)
 
 
 V, LENGTHS = 6, [8, 0, 4, 12]

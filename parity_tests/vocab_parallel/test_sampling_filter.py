@@ -152,13 +152,13 @@ def test_top_p_of_a_vocabulary_much_longer(tp):
     verify_case(filtered_by_count, case).raise_if_failed()
 
 
-def filtered_over(widths, logits, top_k, top_p, temperature=1.0):
+def filtered_over(widths, logits, top_k, top_p):
     """Kept tokens of full rows [n, v], split into shards of the given widths."""
 
     def body(mesh, case):
         rank = mesh.rank("tp")
         shard = logits[:, sum(widths[:rank]) : sum(widths[: rank + 1])]
-        return filtered_columns(mesh["tp"], shard, top_k, top_p, temperature).numpy()
+        return filtered_columns(mesh["tp"], shard, top_k, top_p, 1.0).numpy()
 
     ranks = run(body, CaseSpec(scheme="sampling_filter", mesh={"tp": len(widths)}))
     return np.concatenate(ranks.results, axis=-1)

@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob_of_stored
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next_as_stored
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
-from shardproof import CaseSpec, Cost, check_cases, integers, scheme, values
+from shardproof import CaseSpec, Cost, integers, scheme, values
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
@@ -87,10 +88,7 @@ def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, c
     return vp.get_logprobs_from_vocab_parallel_logits(logits, target, **options)
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", [stored_next_tokens, next_tokens_of_a_dtensor], ids=lambda s: s.name)
-def test_parity(declared, engine):
-    check_cases(declared, 20 if engine == "lockstep" else 4, engine=engine)
+test_parity = parity([stored_next_tokens, next_tokens_of_a_dtensor], lockstep=20, gloo=4)
 
 
 @pytest.mark.fast_values(3)

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import tokens_ahead
+from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from parity_tests.slow import slow_but
 from shardproof import CaseSpec, check_cases, integers, offsets, scheme
@@ -164,10 +165,7 @@ def test_parity(declared):
     check_cases(declared, 30)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("declared", [rows_ahead_of_packed, ids_ahead], ids=lambda declared: declared.name)
-def test_parity_on_processes(declared):
-    check_cases(declared, 5, engine="gloo")
+test_parity_on_processes = pytest.mark.slow(parity([rows_ahead_of_packed, ids_ahead], gloo=5))
 
 
 def runs(positions):

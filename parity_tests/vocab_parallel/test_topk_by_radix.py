@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof import CaseSpec, check_cases, scheme
+from parity_tests.parity import parity
+from shardproof import CaseSpec, scheme
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl.collectives import accumulator
@@ -262,7 +263,4 @@ def entries_between_bounds(mesh, logits, low, high):
     return torch.zeros_like(logits).index_put_((rows.long(), columns.long()), chosen)
 
 
-@pytest.mark.fast_values(1)
-@pytest.mark.parametrize("declared", [kth_largest_by_groups, entries_between_bounds], ids=lambda d: d.name)
-def test_parity_of_lists(declared):
-    check_cases(declared, 40)
+test_parity_of_lists = pytest.mark.fast_values(1)(parity([kth_largest_by_groups, entries_between_bounds], lockstep=40))

@@ -122,7 +122,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Non
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
         dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
         raise Rejected(f"q, k, v are {dtypes}; pass one dtype of {supported}", TypeError)
-    if problem := _head_problem(q, k, v, sinks):
+    if problem := _head_problem(q, k):
         raise Rejected(problem)
 
 
@@ -159,8 +159,8 @@ def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) 
     return CpGroups(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
-def _head_problem(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str | None:
-    """Why q, k and v do not fit: they need p of at least 1, and heads a multiple of KV heads. Or None."""
+def _head_problem(q: Tensor, k: Tensor) -> str | None:
+    """Why q and k do not fit: they need p of at least 1, and heads a multiple of KV heads. Or None."""
     if not q.shape[3]:
         return f"q is {list(q.shape)}; p must be at least 1"
     heads, kv_heads = q.shape[1], k.shape[1]

@@ -120,7 +120,7 @@ def schedule_order(
 
 
 def _gpipe(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
-    return _looped(rank, n, stages, range(n))
+    return _looped(n, stages, range(n))
 
 
 def _1f1b(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
@@ -133,12 +133,12 @@ def _1f1b(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
 
 def _looped_bfs(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
     """All micro-batches of one stage, then all of the next; the backwards in exactly the reverse order."""
-    order = _looped(rank, n, stages, range(n - 1, -1, -1))
+    order = _looped(n, stages, range(n - 1, -1, -1))
     middle = n * len(stages)
     return [*[None] * rank, *order[:middle], *[None] * (2 * (p - 1 - rank)), *order[middle:]]
 
 
-def _looped(rank: int, n: int, stages: tuple[int, ...], backwards: Iterable[int]) -> Actions:
+def _looped(n: int, stages: tuple[int, ...], backwards: Iterable[int]) -> Actions:
     backward_microbatches = list(backwards)
     return [
         *(Action(stage, "F", m) for stage in stages for m in range(n)),

@@ -46,14 +46,14 @@ def broken_on_four(size, world):
     return broken(size, world) if world == 4 else blocks(1)(size, world)
 
 
-def declared(layout, sharding="mine", **more):
+def declared(layout, **more):
     def doubled(mesh, x):
         return x * 2
 
     return scheme(
         **{
             "reference": lambda x: jnp.multiply(x, 2.0), "mesh": {"ring": MESH},
-            "inputs": {"x": f"b t/ring:{sharding}"}, "outputs": f"b t/ring:{sharding}",
+            "inputs": {"x": "b t/ring:mine"}, "outputs": "b t/ring:mine",
             "layouts": {"mine": layout}, "dtypes": ("float32",), **more,
         }
     )(doubled)  # fmt: skip

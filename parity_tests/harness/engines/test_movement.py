@@ -57,8 +57,8 @@ def test_groups_of_one_axis_stand_side_by_side():
 
 
 def test_a_shift_is_one_step_and_a_chain_one_for_each_message():
-    def message(source, target, seq=0):
-        return [row(source, "send", seq, peer=target), row(target, "recv", seq, size=0, peer=source)]
+    def message(source, target):
+        return [row(source, "send", 0, peer=target), row(target, "recv", 0, size=0, peer=source)]
 
     ring = [half for rank in WORLD for half in message(rank, (rank + 1) % 3)]
     assert moves(ring) == {(0, 1, 12), (1, 2, 12), (2, 0, 12)}

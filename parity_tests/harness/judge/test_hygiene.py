@@ -11,9 +11,9 @@ from shardproof.declare.case import CaseSpec
 from shardproof.verify_one_case import verify_case
 
 
-def findings(function, tp=2, b=4, **more):
+def findings(function, **more):
     """The one oracle's sentences; the values are right."""
-    report = declared(function, **more).verify(tp=tp, b=b)
+    report = declared(function, **more).verify(tp=2, b=4)
     assert report.failure is None and all(tensor.ok for tensor in report.tensors), str(report)
     return report
 

@@ -81,11 +81,11 @@ def _versions(fn: Any) -> dict[str, tuple[int, int]]:
     return {file: (stat.st_mtime_ns, stat.st_size) for file, stat in stats.items()}
 
 
-def renew(world: int, backend: str = "gloo") -> None:
-    """End the ranks of this size and all their state; the next run forks new ones."""
+def renew(world: int) -> None:
+    """End the gloo ranks of this size and all their state; the next run forks new ones."""
     with _lock:
-        if (world, backend) in _pools:
-            _pools[world, backend].kill()
+        if (world, "gloo") in _pools:
+            _pools[world, "gloo"].kill()
 
 
 def start_ahead() -> None:
