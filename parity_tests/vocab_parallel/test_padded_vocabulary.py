@@ -99,23 +99,33 @@ def sampling_beside_padding(mesh, logits, target, columns, top_k, top_p, tempera
     )
 
 
-def looked_up(logits, target, columns):
-    ids = of_ids(target, columns)
-    return gather_logprob(logits, ids), logits_at(logits, ids)
+def scores_at(logits, target, columns):
+    return gather_logprob(logits, of_ids(target, columns))
 
 
-@scheme(
-    reference=looked_up,
+def values_at(logits, target, columns):
+    return logits_at(logits, of_ids(target, columns))
+
+
+SEVERAL_IDS = dict(
     inputs={**LOGITS, "target": "b s k"},
-    outputs=("b s k tp=I", "b s k tp=I"),
+    outputs="b s k tp=I",
     draw=IDS,
     rank_options={"chunk_size": (None, 1)},
     **{**DECLARED, "dims": {**DECLARED["dims"], "k": (2, 8, 1)}},
 )
-def lookups_beside_padding(mesh, logits, target, columns, chunk_size):
+
+
+@scheme(contract=vp.ChunkedDistributedGatherLogprob, reference=scores_at, **SEVERAL_IDS)
+def scores_beside_padding(mesh, logits, target, columns, chunk_size):
+    owned = stated(mesh, columns).values()
+    return vp.ChunkedDistributedGatherLogprob.apply(logits, target, *owned, chunk_size, mesh["tp"])
+
+
+@scheme(contract=vp.gather_logits_at_global_indices, reference=values_at, **SEVERAL_IDS)
+def values_beside_padding(mesh, logits, target, columns, chunk_size):
     owned = stated(mesh, columns)
-    scores = vp.ChunkedDistributedGatherLogprob.apply(logits, target, *owned.values(), chunk_size, mesh["tp"])
-    return scores, vp.gather_logits_at_global_indices(logits, target, mesh["tp"], chunk_size=chunk_size, **owned)
+    return vp.gather_logits_at_global_indices(logits, target, mesh["tp"], chunk_size=chunk_size, **owned)
 
 
 def largest(logits, each, columns):
@@ -170,7 +180,8 @@ def hidden_states_beside_padding(mesh, hidden, weight, target, columns, chunk_si
 SCHEMES = (
     logprob_beside_padding,
     sampling_beside_padding,
-    lookups_beside_padding,
+    scores_beside_padding,
+    values_beside_padding,
     largest_beside_padding,
     hidden_states_beside_padding,
 )
