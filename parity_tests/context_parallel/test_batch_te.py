@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from jax_ref.context_parallel import packed_batch
@@ -41,7 +41,7 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     cost=lambda c: Cost(),
 )
-ByToken = Int[Tensor, "b l"]
+ByToken = Int64[Tensor, "b l"]
 Lengths = Int[Tensor, "b q"]
 Returned = tuple[Float[Tensor, "b l d"], ByToken, ByToken, Bool[Tensor, "b l"], Lengths, Lengths, Int[Tensor, " b"]]
 
@@ -75,41 +75,70 @@ def share_of_a_batch(mesh, x, labels, padded, real, num_chunks, tail, as_context
     return rows_of(out, len(x))
 
 
-@scheme(**DECLARED)
-def shares_of_chunks(mesh, x, labels, padded, real, num_chunks, tail) -> Returned:
-    stacked = cp.split_batch_into_thd_chunks(given_rows(x, labels, padded, real, tail), num_chunks)
+@scheme(**{**DECLARED, "rank_options": {**DECLARED["rank_options"], "narrow": (False, True)}})
+def shares_of_chunks(mesh, x, labels, padded, real, num_chunks, tail, narrow) -> Returned:
+    """Labels are int64 in the result, whatever integers they are in the batch."""
+    rows = given_rows(x, labels.int() if narrow else labels, padded, real, tail)
+    stacked = cp.split_batch_into_thd_chunks(rows, num_chunks)
     chunks = [stacked] if num_chunks == 1 else [{k: v[i] for k, v in stacked.items()} for i in range(num_chunks)]
     shares = [cp._shard_thd_chunk_for_te(chunk, mesh.device_mesh["cp"], "thd", FILL, 0) for chunk in chunks]
     names = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "scores")
     return rows_of({name: torch.stack([share[name] for share in shares]) for name in names}, len(x))
 
 
-def stream_by_hand(ids, kinds, padded):
+def stream_by_hand(ids, kinds, padded, real):
     return ids, kinds, padded.max()[None]
 
 
 @scheme(
     reference=stream_by_hand,
     mesh={"cp": (1, 2, 3)},
-    inputs={"ids": "1 t", "kinds": "k 1 t", "padded": "q"},
+    inputs={"ids": "1 t", "kinds": "k 1 t", "padded": "q", "real": "q"},
     outputs=("1 t/cp:packed", "k 1 t/cp:packed", "1"),
     dims={"k": (3, 2), "q": (3, 5, 2), "t": (24, 60, 36)},
-    draw={"ids": integers(0, 9), "kinds": integers(0, 99), "padded": lengths("t", padded=True)},
+    draw={
+        "ids": integers(0, 9),
+        "kinds": integers(0, 99),
+        "padded": lengths("t", padded=True),
+        "real": lengths("t"),
+    },
     rank_options={"less": ((), ("max_seqlen",), ("max_seqlen", "cu_seqlens_padded"))},
     cost=lambda c: Cost(),
 )
 def share_of_a_stream(
-    mesh, ids, kinds, padded, less
+    mesh, ids, kinds, padded, real, less
 ) -> tuple[Int[Tensor, "1 l"], Int[Tensor, "k 1 l"], Int[Tensor, "1"]]:
     """Positions of several kinds are sharded too; keys in `less` are left out, and follow from the other offsets."""
-    batch = {"input_ids": ids, "position_ids": kinds, "seq_lens": padded[None], "seq_lens_padded": padded[None]}
+    written = padded if "cu_seqlens_padded" in less else real
+    batch = {"input_ids": ids, "position_ids": kinds, "seq_lens": written[None], "seq_lens_padded": padded[None]}
     stream = {name: x for name, x in cp.process_input_for_thd(batch).items() if name not in less}
     out = cp._shard_thd_chunk_for_te(stream, mesh.device_mesh["cp"], "thd", FILL, 0)
     assert "prefix_of" not in out
     return out["input_ids"][None].clone(), out["position_ids"].clone(), out["max_seqlen"].long()[None]
 
 
-SCHEMES = (share_of_a_batch, shares_of_chunks, share_of_a_stream)
+@scheme(
+    reference=lambda ids, kinds, padded: (ids, kinds),
+    mesh={"cp": (1, 2, 4)},
+    inputs={"ids": "b t", "kinds": "k b t", "padded": "q"},
+    outputs=("b t/cp:packed", "k b t/cp:packed"),
+    dims={"b": (2, 4), "k": (3, 2), "q": (3, 5, 2), "t": (24, 40, 16)},
+    draw={"ids": integers(0, 9), "kinds": integers(0, 99), "padded": lengths("t", padded=True)},
+    rank_options={"num_chunks": (2, 1)},
+    cost=lambda c: Cost(),
+)
+def kinds_of_positions_in_chunks(
+    mesh, ids, kinds, padded, num_chunks
+) -> tuple[Int[Tensor, "b l"], Int[Tensor, "k b l"]]:
+    slots = padded.expand(len(ids), -1)
+    batch = {"input_ids": ids, "position_ids": kinds, "seq_lens": slots, "seq_lens_padded": slots}
+    out = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, num_chunks=num_chunks)
+    positions = out["position_ids"].movedim(0, 1) if num_chunks > 1 else out["position_ids"]
+    shares = out["input_ids"].flatten(), positions.flatten(1)
+    return tuple(share.unflatten(-1, (len(ids), -1)) for share in shares)
+
+
+SCHEMES = (share_of_a_batch, shares_of_chunks, share_of_a_stream, kinds_of_positions_in_chunks)
 test_parity = parity(SCHEMES, lockstep=15, gloo=3)
 
 

@@ -95,32 +95,38 @@ def without_padding(q, k, v, padded, causal, window):
     return by_rules(q, k, v, padded, padded, causal, window)
 
 
-def cost_by_name(c, padded, causal, window):
-    return exchange_cost(c, stream("packed", c.s, c.cp, padded), limits(causal, window), padded)
-
-
-def by_name():
+def by_name(layout):
     """The declaration of a scheme without real lengths."""
-    fields = declared("packed", (1, 2, 4), ("ring", "all_gather"), n=(4,))
+
+    def cost(c, padded, causal, window):
+        return exchange_cost(c, stream(layout, c.s, c.cp, padded), limits(causal, window), padded)
+
+    fields = declared(layout, (1, 2, 4), ("ring", "all_gather"), n=(4,))
     names = [name for name in fields["inputs"] if name != "real"]
     draws = {name: draw for name, draw in fields["draw"].items() if name != "real"}
     inputs = {name: fields["inputs"][name] for name in names}
-    return {**fields, "reference": without_padding, "inputs": inputs, "draw": draws, "cost": cost_by_name}
+    return {**fields, "reference": without_padding, "inputs": inputs, "draw": draws, "cost": cost}
 
 
-@scheme(contract=context_parallel_attention, **by_name())
-def packed_attention_by_name(mesh, q, k, v, padded, causal, window, exchange):
+def attended_by_name(mesh, q, k, v, padded, causal, window, exchange, order):
     """Offsets and the name of an order in place of a layout."""
-    return context_parallel_attention(
-        q,
-        k,
-        v,
-        group=mesh["cp"],
-        layout="dual_chunk_swap",
-        cu_seqlens=padded,
-        exchange=exchange,
-        **rules(causal, window),
-    )
+    call = dict(layout=order, cu_seqlens=padded, exchange=exchange, **rules(causal, window))
+    return context_parallel_attention(q, k, v, group=mesh["cp"], **call)
+
+
+@scheme(contract=context_parallel_attention, **by_name("packed"))
+def packed_attention_by_name(mesh, q, k, v, padded, causal, window, exchange):
+    return attended_by_name(mesh, q, k, v, padded, causal, window, exchange, "dual_chunk_swap")
+
+
+@scheme(contract=context_parallel_attention, **by_name("contiguous"))
+def packed_attention_in_order_by_name(mesh, q, k, v, padded, causal, window, exchange):
+    return attended_by_name(mesh, q, k, v, padded, causal, window, exchange, "contiguous")
+
+
+@scheme(contract=context_parallel_attention, **by_name("striped"))
+def packed_attention_in_stripes_by_name(mesh, q, k, v, padded, causal, window, exchange):
+    return attended_by_name(mesh, q, k, v, padded, causal, window, exchange, "striped")
 
 
 MANY = declared("packed", (1, 2), ("ring", "ulysses"), h=(2,), g=(1,), s=(160,), n=(15,))

@@ -130,9 +130,9 @@ def with_fill(offsets, fill):
     return offsets if offsets is None else torch.nn.functional.pad(offsets, (0, fill), value=-1)
 
 
-def packed_layout(mesh, padded, real=None, fill=0):
+def packed_layout(mesh, padded, real=None, fill=0, **more):
     padded, real = with_fill(padded, fill), with_fill(real, fill)
-    return TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    return TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), **more)
 
 
 def first(x, padded):
@@ -150,6 +150,21 @@ def first(x, padded):
 )
 def sharded_by_layout(mesh, x, padded):
     return packed_layout(mesh, padded).shard(x, 1)
+
+
+@scheme(
+    reference=first,
+    inputs={"x": "b t", "padded": "n"},
+    outputs="b t/cp:packed",
+    rank_options={"dtype": ("uint16", "uint32", "uint64", "int8", "int64")},
+    cost=lambda c: Cost(),
+    **{**PACKED, "draw": {"padded": offsets("t", padded=True), "x": integers(0, 99)}},
+)
+def sharded_ids(mesh, x, padded, dtype) -> Int[Tensor, "b l"]:
+    """A shard has the dtype of what is sharded."""
+    shard = packed_layout(mesh, padded).shard(x.to(getattr(torch, dtype)), 1)
+    assert shard.dtype == getattr(torch, dtype)
+    return shard.to(x.dtype)
 
 
 def gather_cost(gradient):
@@ -295,13 +310,16 @@ def up_to_the_last_token(x, padded, real):
     dtypes=DTYPES,
     sums="float32",
     cost=gather_cost("R"),
-    rank_options={"fill": (0, 1, 3)},
+    rank_options={"fill": (0, 1, 3), "validate": (True, False)},
     **PACKED,
 )
-def trimmed_by_layout(mesh, x, padded, real, fill):
+def trimmed_by_layout(mesh, x, padded, real, fill, validate):
     """Trimmed, and filled up again to one size."""
-    trimmed = packed_layout(mesh, padded, real, fill=fill).unshard(x, 1, mesh["cp"], trim=True)
-    return torch.nn.functional.pad(trimmed, (0, 0, 0, mesh.total("t") - trimmed.shape[1]))
+    total = mesh.total("t")
+    trimmed = packed_layout(mesh, padded, real, fill=fill, total=total, validate=validate).unshard(
+        x, 1, mesh["cp"], trim=True
+    )
+    return torch.nn.functional.pad(trimmed, (0, 0, 0, total - trimmed.shape[1]))
 
 
 DENSE = ("contiguous", "striped", "dual_chunk_swap")
