@@ -126,6 +126,7 @@ def moe_of(parameters, placement, k, balance, z):
     dims={"m": (2, 1), "d": (4, 3), "e": (4, 3), "f": (6, 4), "u": "2*f"},
     draw={name: values("normal") for name in ("x", *LEAVES_OF_LAYER)},
     options={"k": (1, 2, 3), "balance": (0.5, 0.0), "z": (0.25, 0.0), "steps": (1, 2)},
+    rank_options={"forward": ("recomputed", "dropped first", "once")},
     nograd=("x",),
     module="parameters",
     dtypes=("float32", "float64"),
@@ -133,14 +134,20 @@ def moe_of(parameters, placement, k, balance, z):
     reduction=("b", "s", "d", "f"),
 )
 @pytest.mark.cases(20)
-def step_with_router_losses(mesh, x, parameters, k, balance, z, steps):
-    """Steps, and a forward and backward outside of one."""
+def step_with_router_losses(mesh, x, parameters, k, balance, z, steps, forward):
+    """Steps, and a forward and backward outside of one.
+
+    Backward may compute the layer again, and a forward may have no backward.
+    """
     layer = moe_of(parameters, Placement(mesh["cp"], mesh["cp"]), k, balance, z)
     numbers, shares = len(x) * mesh.total("b") * mesh.total("s") * x.shape[-1], []
 
     def of_microbatches():
         for batch in x:
-            loss = layer(batch).square().sum() / numbers
+            if forward == "dropped first":
+                layer(batch)
+            y = checkpoint(layer, batch, use_reentrant=False) if forward == "recomputed" else layer(batch)
+            loss = y.square().sum() / numbers
             loss.backward()
             shares.append(loss.detach())
 
@@ -180,6 +187,7 @@ def step_of_packed_layer(x, cu_padded, cu_real, parameters, k, balance, z):
         "cu_real": offsets("t"),
     },
     options={"k": (1, 2, 3), "balance": (0.5, 0.0), "z": (0.25, 0.0)},
+    rank_options={"rows": (2, 1)},
     nograd=("x",),
     module="parameters",
     dtypes=("float32", "float64"),
@@ -187,13 +195,16 @@ def step_of_packed_layer(x, cu_padded, cu_real, parameters, k, balance, z):
     reduction=("b", "t", "d", "f"),
 )
 @pytest.mark.cases(20)
-def step_of_packed_streams(mesh, x, cu_padded: Int[Tensor, "q"], cu_real: Int[Tensor, "q"], parameters, k, balance, z):
+def step_of_packed_streams(
+    mesh, x, cu_padded: Int[Tensor, "q"], cu_real: Int[Tensor, "q"], parameters, k, balance, z, rows
+):
+    """Streams of the same documents, up to `rows` of them in each micro-batch."""
     layer = moe_of(parameters, Placement(mesh["cp"], mesh["cp"]), k, balance, z)
     layout = TokenLayout.packed(cu_padded, cu_real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     layer.begin_step(shards=mesh.total("b") * mesh.size("cp"), averaged_over=1)
     total = x.new_zeros(())
-    for stream in x:
-        loss = layer(stream[None], layout).square().sum() / (mesh.total("b") * mesh.total("t") * x.shape[-1])
+    for streams in x.split(rows):
+        loss = layer(streams, layout).square().sum() / (mesh.total("b") * mesh.total("t") * x.shape[-1])
         loss.backward()
         total = total + loss.detach()
     sum_gradients(list(layer.parameters()), [mesh["dp"], mesh["cp"]])

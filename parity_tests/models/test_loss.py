@@ -21,9 +21,10 @@ from parity_tests.models.parameters import (
     rank_logits,
     specs,
 )
-from shardproof import CaseSpec, integers, mask, offsets, scheme, token_below
+from shardproof import CaseSpec, integers, mask, offsets, scheme, token_below, values
 from shardproof.engines.engines import run
 from shardproof.training.by_name import flax_model
+from torch_impl.collectives import accumulator
 from torch_impl.models import (
     IGNORED,
     Stream,
@@ -127,6 +128,30 @@ def streams_in_turn(mesh, ids: Int[Tensor, "n t"]) -> Int[Tensor, "n t"]:
     ends = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
     dealt = streams_of_rank([Stream(row, ends, ends) for row in ids], mesh.size("dp"), mesh.rank("dp"))
     return torch.stack([stream.ids for stream in dealt])
+
+
+def mean_of_valid(losses, targets, vocab_size):
+    is_valid = (targets >= 0) & (targets < vocab_size)
+    return jnp.where(is_valid, losses, 0.0).sum() / jnp.maximum(is_valid.sum(), 1).astype(losses.dtype)
+
+
+@scheme(
+    reference=mean_of_valid,
+    mesh={"dp": (1, 2, 3), "cp": (1, 2)},
+    inputs={"losses": "b/dp s/cp", "targets": "b/dp s/cp"},
+    outputs="dp=P cp=P",
+    draw={"losses": values("positive", "normal", "huge"), "targets": integers(-2, 6)},
+    options={"vocab_size": (6, 3)},
+    dtypes=("bfloat16", "float32", "float64"),
+    sums="float32",
+    reduction=("b", "s"),
+)
+def mean_of_valid_tokens(mesh, losses, targets: Int[Tensor, "b s"], vocab_size):
+    """The losses as `token_losses` gives them: 0 where no target counts."""
+    count = valid_count([targets], [mesh["dp"], mesh["cp"]], vocab_size)
+    share = normalised(losses.masked_fill((targets < 0) | (targets >= vocab_size), 0.0), count)
+    assert share.dtype == accumulator(losses.dtype)  # shares of ranks and micro-batches are added up
+    return share
 
 
 def test_means_of_ranks_are_another_number():

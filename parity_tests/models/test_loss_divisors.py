@@ -22,7 +22,7 @@ from shardproof import CaseSpec, Cost, mask, offsets, scheme, values
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from shardproof.judge import bridge
-from torch_impl.collectives import all_reduce
+from torch_impl.collectives import accumulator, all_reduce
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import loss_divisors, normalised, valid_count
 from torch_impl.parallelizer.mesh_axes import mesh_axes
@@ -33,16 +33,17 @@ OPTIONS = {"aggregation": MODES, "constant": (1, 7)}
 FLOATS = ("float32", "bfloat16", "float64")
 
 
-def share(mesh, losses, counted, data, microbatches, aggregation, constant, layout=None, averaged_over=1):
+def share(mesh, losses, counted, data, microbatches, aggregation, constant, layouts=None, averaged_over=1):
     """This rank's share of the loss, a microbatch of rows at a time; what does not count is NaN."""
     losses = losses.masked_fill(~counted, torch.nan)
     masks = counted.tensor_split(microbatches)
-    layouts = None if layout is None else [layout] * microbatches
     divisors = loss_divisors(
         list(masks), aggregation, [mesh[axis] for axis in data], mesh["cp"], layouts=layouts, constant=constant
     )
     parts = zip(losses.tensor_split(microbatches), divisors, strict=True)
-    return torch.stack([normalised(each, count, averaged_over) for each, count in parts]).sum()
+    shares = torch.stack([normalised(each, count, averaged_over) for each, count in parts])
+    assert shares.dtype == accumulator(losses.dtype)
+    return shares.sum()
 
 
 def cost_of_counts(c):
@@ -105,27 +106,39 @@ def loss_that_is_averaged(mesh, losses, mask: Bool[Tensor, "b s"], aggregation, 
     return total
 
 
-def of_documents(losses, mask, cu_padded, cu_real, aggregation, constant):
-    """Each document of each row is a row of its own, with the other documents masked."""
+def documents_as_rows(losses, mask, cu_padded, cu_real):
+    """Each document of each row as a row of its own, with the other documents masked."""
     token = jnp.arange(losses.shape[1])
     end = cu_padded[:-1] + jnp.diff(cu_real)
     is_inside = (token[None] >= cu_padded[:-1, None]) & (token[None] < end[:, None])  # [document, token]
-    rows = (mask[:, None] & is_inside[None]).reshape(-1, len(token))
-    return aggregated(jnp.repeat(losses, len(end), 0), rows, aggregation, constant)
+    return jnp.repeat(losses, len(end), 0), (mask[:, None] & is_inside[None]).reshape(-1, len(token))
+
+
+def of_documents(
+    losses, mask, cu_padded, cu_real, other_losses, other_mask, other_padded, other_real, aggregation, constant
+):
+    both = (
+        documents_as_rows(losses, mask, cu_padded, cu_real),
+        documents_as_rows(other_losses, other_mask, other_padded, other_real),
+    )
+    return aggregated(*(jnp.concatenate(rows) for rows in zip(*both, strict=True)), aggregation, constant)
 
 
 @scheme(
     reference=of_documents,
     mesh={"dp": (1, 2), "cp": (1, 2, 4)},
-    inputs={"losses": "b/dp t/cp:packed", "mask": "b/dp t/cp:packed", "cu_padded": "q", "cu_real": "q"},
+    inputs={
+        **{"losses": "b/dp t/cp:packed", "mask": "b/dp t/cp:packed", "cu_padded": "q", "cu_real": "q"},
+        **{"other_losses": "b/dp o/cp:packed", "other_mask": "b/dp o/cp:packed"},
+        **{"other_padded": "fewer", "other_real": "fewer"},
+    },
     outputs="dp=P cp=P",
     draw={
-        "losses": values("normal"),
-        "mask": mask("t"),
-        "cu_padded": offsets("t", padded=True),
-        "cu_real": offsets("t"),
+        **{"losses": values("normal"), "mask": mask("t"), "cu_padded": offsets("t", padded=True)},
+        **{"other_losses": values("normal"), "other_mask": mask("o"), "other_padded": offsets("o", padded=True)},
+        **{"cu_real": offsets("t"), "other_real": offsets("o")},
     },
-    dims={"t": (16,), "q": (4, 5)},
+    dims={"t": (16,), "o": "t", "q": (4, 5), "fewer": (3,)},
     options=OPTIONS,
     dtypes=("float64", "float32"),
     reduction=("b", "t"),
@@ -136,12 +149,24 @@ def loss_of_packed_documents(
     mask: Bool[Tensor, "b t"],
     cu_padded: Int[Tensor, "q"],
     cu_real: Int[Tensor, "q"],
+    other_losses,
+    other_mask: Bool[Tensor, "b o"],
+    other_padded: Int[Tensor, "fewer"],
+    other_real: Int[Tensor, "fewer"],
     aggregation,
     constant,
 ):
-    layout = TokenLayout.packed(cu_padded, cu_real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
-    counted = mask & ~layout.padding_mask[layout.local_index]
-    return share(mesh, losses, counted, ["dp"], 2, aggregation, constant, layout)
+    """Two microbatches with documents of their own, unlike in number."""
+    layouts = [
+        TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+        for padded, real in ((cu_padded, cu_real), (other_padded, other_real))
+    ]
+    counted = [
+        each & ~layout.padding_mask[layout.local_index]
+        for each, layout in zip((mask, other_mask), layouts, strict=True)
+    ]
+    rows = torch.cat([losses, other_losses])
+    return share(mesh, rows, torch.cat(counted), ["dp"], 2, aggregation, constant, layouts)
 
 
 SCHEMES = (loss_of_unequal_rows, loss_of_equal_rows, loss_that_is_averaged, loss_of_packed_documents)

@@ -85,31 +85,6 @@ def losses_of_packed_documents(
     return losses(mesh, hidden_states, weight, targets, layouts, aggregation, coefficient, constant)
 
 
-@scheme(
-    reference=reference,
-    mesh={"dp": (1, 2), "cp": (1, 3, 8), "tp": (1, 2)},
-    inputs={"hidden_states": "m b/dp t/cp d tp=I", "targets": "b/dp t/cp", **INPUTS},
-    outputs="m dp=P cp=P tp=I",
-    options={"aggregation": ("token_mean",), "coefficient": (0.3,)},
-    dtypes=("float64", "float32"),
-    reduction=("b", "t", "v", "m"),
-    roundings=4,  # logits, d logits, this rank's term of d hidden, the result
-    **DOCUMENTS,
-)
-def losses_of_contiguous_documents(
-    mesh,
-    hidden_states,
-    weight,
-    targets: Int[Tensor, "b t"],
-    cu_padded: Int[Tensor, "n"],
-    cu_real: Int[Tensor, "n"],
-    coefficient,
-    aggregation,
-):
-    layout = layout_of(mesh, cu_padded, cu_real, "contiguous")
-    return losses(mesh, hidden_states, weight, targets, [layout], aggregation, coefficient)
-
-
 def in_rows(hidden_states, weight, targets, coefficient, aggregation):
     whole = jnp.array([0, targets.shape[1]])
     return reference(hidden_states, weight, targets, whole, whole, coefficient, aggregation)
@@ -147,6 +122,69 @@ def over_divisors(hidden_states, output_weight, targets, divisors, coefficient):
     scores = jnp.take_along_axis(logprob, jnp.where(is_valid, targets, 0)[..., None], -1)[..., 0]
     sums = jnp.where(is_valid, -scores / jnp.maximum(divisors, 1).astype(scores.dtype), 0.0).sum((1, 2))
     return sums.at[1:].multiply(coefficient / max(len(sums) - 1, 1))
+
+
+OTHERS = {"other_states": "m b/dp o/cp d tp=I", "other_targets": "b/dp o/cp", "other_padded": "p", "other_real": "p"}
+DRAW_OF_OTHERS = {
+    **{"other_states": values("normal"), "other_targets": integers(-2, 6)},
+    **{"other_padded": offsets("o", padded=True), "other_real": offsets("o")},
+}
+
+
+def of_unlike_documents(
+    hidden_states,
+    targets,
+    weight,
+    cu_padded,
+    cu_real,
+    other_states,
+    other_targets,
+    other_padded,
+    other_real,
+    coefficient,
+):
+    """Each depth's sum over both microbatches, divided by its number of valid targets."""
+    depth = len(hidden_states) - 1
+
+    def by_depth(ids, padded, real):
+        return jnp.stack([ids, *(reference_tokens_ahead(ids, padded, real, depth, -100) if depth else ())])
+
+    ids = (by_depth(targets, cu_padded, cu_real), by_depth(other_targets, other_padded, other_real))
+    states, ids = jnp.concatenate([hidden_states, other_states], 1), jnp.concatenate(ids, 1)
+    counts = ((ids >= 0) & (ids < len(weight))).sum((1, 2), keepdims=True)
+    return over_divisors(states, weight, ids, jnp.broadcast_to(counts, ids.shape), coefficient)
+
+
+@scheme(
+    reference=of_unlike_documents,
+    mesh={"dp": (1, 2), "cp": (1, 3, 8), "tp": (1, 2)},
+    inputs={"hidden_states": "m b/dp t/cp d tp=I", "targets": "b/dp t/cp", **INPUTS, **OTHERS},
+    outputs="m dp=P cp=P tp=I",
+    dims={**DOCUMENTS["dims"], "o": "t", "p": (3,)},
+    draw={**DOCUMENTS["draw"], **DRAW_OF_OTHERS},
+    options={"coefficient": (0.3,)},
+    dtypes=("float64", "float32"),
+    reduction=("b", "t", "v", "m"),
+    roundings=4,  # logits, d logits, this rank's term of d hidden, the result
+)
+def losses_of_contiguous_documents(
+    mesh,
+    hidden_states,
+    targets: Int[Tensor, "b t"],
+    weight,
+    cu_padded: Int[Tensor, "n"],
+    cu_real: Int[Tensor, "n"],
+    other_states,
+    other_targets: Int[Tensor, "b o"],
+    other_padded: Int[Tensor, "p"],
+    other_real: Int[Tensor, "p"],
+    coefficient,
+):
+    """Two microbatches with documents of their own, unlike in number."""
+    offsets_of = ((cu_padded, cu_real), (other_padded, other_real))
+    layouts = [layout_of(mesh, *each, "contiguous") for each in offsets_of]
+    states, ids = torch.cat([hidden_states, other_states], 1), torch.cat([targets, other_targets])
+    return losses(mesh, states, weight, ids, layouts, "token_mean", coefficient)
 
 
 def head_cost(c):

@@ -2,7 +2,9 @@
 
 import math
 import re
+from contextlib import nullcontext
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
@@ -17,13 +19,16 @@ from shardproof.engines.engines import run
 from torch_impl.optimizers import clip_grad_norm_, clipping, gradient_norm
 
 # None: left out, so that the default counts
-NORMS = {"norm_type": (2.0, 1.0, math.inf, 3.0, None), "max_norm": (0.5, 1e4, 0.0, math.inf)}
+NORMS = {"norm_type": (2.0, 1.0, math.inf, 3.0, None), "max_norm": (0.5, 1e4, 0.0, math.inf),
+         "error_if_nonfinite": (False, True)}  # fmt: skip
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def reference(gradients, max_norm, norm_type):
-    """The norm twice: from `gradient_norm` before, and from the call that clips."""
+def reference(gradients, max_norm, norm_type, error_if_nonfinite):
+    """The norm twice: from `gradient_norm` before, and from the call that clips or raises."""
     total, after = clipped(gradients, max_norm, 2.0 if norm_type is None else norm_type)
+    if error_if_nonfinite:
+        after = {name: jnp.where(jnp.isfinite(total), x, gradients[name]) for name, x in after.items()}
     return {"norm": total, "norm_before": total, **after}
 
 
@@ -39,7 +44,6 @@ def declared(mesh, gradients, dims, **more):
         draw=dict.fromkeys(names, values("normal", "zeros", "ties", "nan")),
         nograd=names,
         options=NORMS,
-        rank_options={"error_if_nonfinite": (False, True)},
         dtypes=DTYPES,
         sums="float32",
         reduction=tuple(dims),
@@ -48,13 +52,19 @@ def declared(mesh, gradients, dims, **more):
 
 
 def clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, uncounted=(), **settings):
-    """The norm of the gradients that count, before and by clipping; all gradients after it."""
+    """The norm of the gradients that count, before and by clipping; all gradients after it.
+
+    Every rank raises for a norm that is not finite, whichever rank has the gradient, and leaves its gradients alone.
+    """
     order = () if norm_type is None else (norm_type,)
     norm_before = gradient_norm(counted, *order, **settings)
     if norm_type is not None:
         settings["norm_type"] = norm_type
-    settings["error_if_nonfinite"] = error_if_nonfinite and bool(norm_before.isfinite())
-    norm = clip_grad_norm_(counted, max_norm, uncounted=uncounted, **settings)
+    norm, is_rejected = norm_before, error_if_nonfinite and not norm_before.isfinite()
+    with pytest.raises(RuntimeError, match="skip the step") if is_rejected else nullcontext():
+        norm = clip_grad_norm_(
+            counted, max_norm, uncounted=uncounted, error_if_nonfinite=error_if_nonfinite, **settings
+        )
     return {
         "norm": norm,
         "norm_before": norm_before,
@@ -97,7 +107,7 @@ def over_two_axes():
         {"both": "a/dp b/tp", "replicated": "o dp=I tp=I"},
         {"a": (6,), "b": (2,), "o": (2,)},
     )
-    return {**common, "rank_options": common["rank_options"] | {"is_whole": (False, True)}}
+    return {**common, "rank_options": {"is_whole": (False, True)}}
 
 
 @scheme(**over_two_axes())

@@ -83,7 +83,8 @@ def cost(states):
 def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, master):
     """One step, from these states of the parameters; returns new weights and states, in full.
 
-    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none.
+    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none, and it has frozen one of
+    them since the optimizer was made.
     """
     parameters = {name: nn.Parameter(x.clone()) for name, x in weights.items()}
     for name, each in parameters.items():
@@ -95,6 +96,7 @@ def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, 
     ]
     dtype = {} if master is None else {"dtype": getattr(torch, master)}
     zero = Zero1(groups, optimizer, mesh.device_mesh, **dtype)
+    parameters["up"].requires_grad_(parameters["up"].grad is not None)
     state_of = {}
     for share, group in zip(zero.shares, names, strict=True):
         flat = {key: torch.cat([tree[name].reshape(-1) for name in group]) for key, tree in states.items()}
