@@ -373,6 +373,14 @@ def test_errors_that_nobody_reads_change_no_status():
             assert (done.returncode, done.stdout) == (USAGE, b"")
 
 
+def test_a_working_folder_that_is_removed_is_one_sentence():
+    script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" -m shardproof verify ../wrong.py'
+    there = {**os.environ, "PYTHONPATH": PATH}  # an empty entry would be the working folder
+    done = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, text=True, check=False, env=there)
+    sentence = "shardproof: the working folder has been removed; change to one that is there\n"
+    assert (done.returncode, done.stdout, done.stderr) == (USAGE, "", sentence)
+
+
 @pytest.mark.slow
 def test_no_file_of_ours_takes_the_place_of_a_closed_output():
     crashing = declared("crashing", body="os.write(2, b'?' * 1000)\n    ctypes.string_at(0)")

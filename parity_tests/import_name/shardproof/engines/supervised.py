@@ -74,6 +74,11 @@ def supervised(call: Callable[[], int | None]) -> int:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal
             orphans.tie(os.getppid(), signal.SIGHUP)  # until the ranks themselves watch their agent
         return call() or 0
+    try:
+        os.getcwd()
+    except OSError:  # libraries of torch end a process there
+        _complain("the working folder has been removed; change to one that is there")
+        return USAGE
     with contextlib.ExitStack() as files:
         try:
             stack, file = (files.enter_context(tempfile.TemporaryFile(mode)) for mode in ("w+", "w+b"))
