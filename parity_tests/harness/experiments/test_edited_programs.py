@@ -57,7 +57,13 @@ def mean_of_local_variances(mesh, x):
 @pytest.mark.parametrize(
     ("function", "reference", "outputs", "word", "words"),
     [
-        (last_ranks_sum, lambda x: 1.0 * x.sum(0), "v tp=I", "x.sum", "sum at {} is the sum over all ranks of tp"),
+        (
+            last_ranks_sum,
+            lambda x: 1.0 * x.sum(0),
+            "v tp=I",
+            "all_gather",
+            "all_gather at {} adds up the ranks' tensors, of",
+        ),
         (
             squares_about_a_local_mean,
             lambda x: jnp.var(x),
@@ -144,6 +150,21 @@ def test_an_outer_step_by_the_sum_of_the_workers():
     assert notes["out"][0].startswith(
         f"{RIGHT_ONCE}all_reduce at {line_of(outer_step, 'all_reduce')} takes AVG, not SUM"
     )
+
+
+def of_the_first_rank(mesh, x):
+    count = x.sum(0)
+    everyone = [torch.empty_like(count) for _ in range(mesh.size("tp"))]
+    dist.all_gather(everyone, count, group=mesh["tp"])
+    return everyone[0]
+
+
+def test_a_gathered_part_in_place_of_the_sum():
+    notes = notes_of(
+        of_the_first_rank, lambda x: x.sum(0), {"x": "k/tp n"}, "n tp=I", {"tp": 2, "k": 4, "n": 3}, nograd=("x",)
+    )
+    line = line_of(of_the_first_rank, "all_gather")
+    assert notes["out"][0].startswith(f"{RIGHT_ONCE}all_gather at {line} adds up the ranks' tensors")
 
 
 def written_without_adding(mesh, i, x):

@@ -56,6 +56,17 @@ def test_wrong_where_a_pair_of_ranks_owns():
     )
 
 
+def test_wrong_where_several_ranks_own():
+    want, other = numbers(2, 15), numbers(2, 15, seed=1)
+    owners = columns_of((2, 15), 5)
+    borders = {"shard borders": owners < 4}
+    got = np.where((owners == 1) | (owners == 3), other, want)
+    (note,) = explain(evidence(got, want, owners={"tp": owners}, borders=borders))
+    assert note == "wrong only where tp ranks 1 and 3 own (all of its elements)"
+    got[:, 3] = want[:, 3]
+    assert headline(got, want, owners={"tp": owners}, borders=borders).startswith("wrong only at shard borders")
+
+
 def test_right_where_one_rank_owns():
     want, other = numbers(3, 8), numbers(3, 8, seed=1)
     owners = columns_of((3, 8), 4)

@@ -43,6 +43,7 @@ from shardproof.verify_one_case import verify_case
 MAX_EDITS = 60  # runs of the failing case
 MAX_PER_AXIS = 20  # operations after which a collective over one axis is tried
 MAX_PAIRS = 6  # of statistics, of sums, and of sums with bounded ones, that are tried together
+SUMMABLE = ("all_reduce", "all_gather")
 RIGHT_ONCE = "right once "
 Notes = Mapping[str, tuple[Note, ...]]
 
@@ -122,13 +123,20 @@ def _is_right(report: Report) -> bool:
 
 
 def _of_collectives(report: Report) -> Iterator[Edit]:
-    """Each line's all_reduce left out, with another operation, over another axis or over all ranks."""
-    case, lines = report.case, dict[tuple[str, str], LedgerRow]()
+    """Each line's all_reduce left out, with another operation, over another axis or over all ranks.
+
+    Each line's all_gather as a sum, for a function that reads one rank's entry.
+    """
+    case, lines = report.case, dict[tuple[str, str, str], LedgerRow]()
     for row in report.ledger.rows:
-        if row.op == "all_reduce" and row.phase == "fwd" and row.source != "?" and len(row.group) > 1:
-            lines.setdefault((row.source, row.reduce_op or ""), row)
+        if row.op in SUMMABLE and row.phase == "fwd" and row.source != "?" and len(row.group) > 1:
+            lines.setdefault((row.op, row.source, row.reduce_op or ""), row)
     axes = [axis for axis, size in case.mesh.items() if size > 1]
     for row in lines.values():
+        if row.op == "all_gather":
+            repair = Repair(row.op, row.source, "fwd", REDUCE, reduce_op="SUM")
+            yield Edit(f"{repair.site} adds up the ranks' tensors, of which the function reads one", under(repair))
+            continue
         repair = Repair("all_reduce", row.source, "fwd", REDUCE)
         for op in ("SUM", "AVG", "MAX"):
             if op != row.reduce_op:

@@ -38,7 +38,7 @@ def wrong_region(evidence: Evidence) -> Iterator[Note]:
     A region is named only if it is smaller than the ones before.
     """
     smallest_size = evidence.got.size
-    for region in chain(_owned_regions(evidence), _border_regions(evidence)):
+    for region in chain(_owned_regions(evidence), _of_several_owners(evidence), _border_regions(evidence)):
         if region.mask.sum() < smallest_size:
             smallest_size = int(region.mask.sum())
             yield _region_note(evidence, region)
@@ -71,6 +71,16 @@ def _owned_regions(evidence: Evidence) -> Iterator[Region]:
         yield Region(words, _is_owned_by(evidence, single_owners), None, fits)
 
 
+def _of_several_owners(evidence: Evidence) -> Iterator[Region]:
+    """The ranks of an axis that have nothing right, if several others have nothing wrong."""
+    for axis, ranks in evidence.owners.items():
+        wrong, right = np.unique(ranks[evidence.is_wrong]), np.unique(ranks[~evidence.is_wrong])
+        if len(wrong) > 1 and len(right) > 1 and not np.intersect1d(wrong, right).size:
+            mask, numbers = np.isin(ranks, wrong), [str(rank) for rank in wrong]
+            words = f"wrong only where {axis} ranks {', '.join(numbers[:-1])} and {numbers[-1]} own"
+            yield Region(words, mask, None, partial(_is_wrong_only_on, axis=axis, ranks=frozenset(wrong.tolist())))
+
+
 def _border_regions(evidence: Evidence) -> Iterator[Region]:
     for name, mask in evidence.borders.items():
         if _is_wrong_only_at(evidence, name):
@@ -84,6 +94,10 @@ def _is_owned_by(evidence: Evidence, ranks: Mapping[str, int]) -> np.ndarray:
 
 def _is_wrong_only_where(evidence: Evidence, ranks: Mapping[str, int]) -> bool:
     return not (evidence.is_wrong & ~_is_owned_by(evidence, ranks)).any()
+
+
+def _is_wrong_only_on(evidence: Evidence, axis: str, ranks: frozenset[int]) -> bool:
+    return not (evidence.is_wrong & ~np.isin(evidence.owners[axis], sorted(ranks))).any()
 
 
 def _is_right_only_where(evidence: Evidence, axis: str, rank: int) -> bool:

@@ -27,7 +27,7 @@ from shardproof.engines.program import Program, RankResult
 OMIT = "omit"  # each rank gets its own input back
 SWAP_SUM_AND_MEAN = "swap sum and mean"  # over the ranks' inputs
 SUM_GRADIENT = "sum gradient"  # the gradient of a forward collective's result, over its group, before its backward
-REDUCE = "reduce"  # an all_reduce by `reduce_op`, over the ranks of `axis`
+REDUCE = "reduce"  # an all_reduce by `reduce_op`, over the ranks of `axis`; an all_gather of its result in each entry
 NO_POISON = "no poison"  # leave the output of an asynchronous collective readable before its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
 SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
@@ -70,8 +70,10 @@ class Repair:
                 addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
                 call.results = [combined(other, each) for each in addends]
         elif self.concerns(row, REDUCE) and self.reduce_op is not None:
+            totals = [combined(self.reduce_op, each) for each in zip(*(call.pieces for call in calls), strict=True)]
+            entries = len(calls) if row.op == "all_gather" else 1
             for call in calls:
-                call.results = [combined(self.reduce_op, each) for each in zip(*(c.pieces for c in calls), strict=True)]
+                call.results = [total for total in totals for _ in range(entries)]
 
     def other_group(self, row: LedgerRow, axes: Mapping[str, int], groups: Iterable[Any]) -> Any:
         """The one of a rank's groups over which this call is carried out instead; None for its own."""
