@@ -172,7 +172,12 @@ def gradients_of_hidden(hidden, weight, target, g):
     outputs=("s b d tp=I", "v/tp:ragged d"),
     dims=SOME,
     nograd=("hidden", "weight", "g"),
-    **{**DECLARED, "dtypes": ("float32",), "reduction": ("v", "d", "b", "s")},
+    **{
+        **DECLARED,
+        "draw": {**DECLARED["draw"], "g": FLOATS},
+        "dtypes": ("float32",),
+        "reduction": ("v", "d", "b", "s"),
+    },
 )
 def gradients_under_autocast(mesh, hidden, weight, target, g, chunk_size):
     """Backward runs under autocast too, where logits that were not saved are computed again."""

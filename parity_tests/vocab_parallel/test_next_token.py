@@ -31,11 +31,12 @@ CUT = dict(
     reduction=("v",),
     nan_cotangents={"out": next_is_ignored},
 )
+KINDS = {"ours": vp.TrainingSamplingParams, "any object": SimpleNamespace}  # of sampling parameters
 FILTERED = {
     **CUT,
     "draw": {**CUT["draw"], "logits": decided_rows(nan_rows=has_no_next)},
     "options": {"top_k": (None, 3, 1), "top_p": (1.0, 0.75, 0.0), "temperature": (1.0, 0.5), "min_p": (None, 0.1)},
-    "rank_options": {**CUT["rank_options"], "kind": (vp.TrainingSamplingParams, SimpleNamespace)},
+    "rank_options": {**CUT["rank_options"], "kind": tuple(KINDS)},
 }
 
 
@@ -56,7 +57,7 @@ def over_cp_by_width(c):
     return Cost(forward={**core.forward, **widths}, backward=core.backward)
 
 
-def of_groups(mesh, logits, target, chunk_size, kind=vp.TrainingSamplingParams, **params):
+def of_groups(mesh, logits, target, chunk_size, kind="ours", **params):
     return vp.from_parallel_logits_to_logprobs(
         logits,
         target,
@@ -64,7 +65,7 @@ def of_groups(mesh, logits, target, chunk_size, kind=vp.TrainingSamplingParams, 
         mesh["tp"],
         cp_group=mesh["cp"],
         chunk_size=chunk_size and chunk_size + mesh.rank("tp"),  # each rank its own
-        sampling_params=kind(**params),
+        sampling_params=KINDS[kind](**params),
     )
 
 
@@ -122,7 +123,7 @@ def next_tokens_of_full_rows(mesh, logits, target, top_k, top_p, temperature, mi
         target,
         logits,
         context_parallel_group=mesh["cp"],
-        sampling_params=kind(top_k=top_k, top_p=top_p, temperature=temperature, min_p=min_p),
+        sampling_params=KINDS[kind](top_k=top_k, top_p=top_p, temperature=temperature, min_p=min_p),
         chunk_size=chunk_size,
     )
 
