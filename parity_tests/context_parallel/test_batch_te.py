@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jax_ref.context_parallel import packed_batch
@@ -41,7 +41,7 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     cost=lambda c: Cost(),
 )
-ByToken = Int64[Tensor, "b l"]
+ByToken = Int[Tensor, "b l"]
 Lengths = Int[Tensor, "b q"]
 Returned = tuple[Float[Tensor, "b l d"], ByToken, ByToken, Bool[Tensor, "b l"], Lengths, Lengths, Int[Tensor, " b"]]
 
@@ -82,6 +82,7 @@ def shares_of_chunks(mesh, x, labels, padded, real, num_chunks, tail, narrow) ->
     stacked = cp.split_batch_into_thd_chunks(rows, num_chunks)
     chunks = [stacked] if num_chunks == 1 else [{k: v[i] for k, v in stacked.items()} for i in range(num_chunks)]
     shares = [cp._shard_thd_chunk_for_te(chunk, mesh.device_mesh["cp"], "thd", FILL, 0) for chunk in chunks]
+    assert all(share["labels"].dtype == torch.int64 for share in shares)
     names = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "scores")
     return rows_of({name: torch.stack([share[name] for share in shares]) for name in names}, len(x))
 

@@ -152,21 +152,6 @@ def sharded_by_layout(mesh, x, padded):
     return packed_layout(mesh, padded).shard(x, 1)
 
 
-@scheme(
-    reference=first,
-    inputs={"x": "b t", "padded": "n"},
-    outputs="b t/cp:packed",
-    rank_options={"dtype": ("uint16", "uint32", "uint64", "int8", "int64")},
-    cost=lambda c: Cost(),
-    **{**PACKED, "draw": {"padded": offsets("t", padded=True), "x": integers(0, 99)}},
-)
-def sharded_ids(mesh, x, padded, dtype) -> Int[Tensor, "b l"]:
-    """A shard has the dtype of what is sharded."""
-    shard = packed_layout(mesh, padded).shard(x.to(getattr(torch, dtype)), 1)
-    assert shard.dtype == getattr(torch, dtype)
-    return shard.to(x.dtype)
-
-
 def gather_cost(gradient):
     def cost(c):
         elements = c.b * c.t * c.d

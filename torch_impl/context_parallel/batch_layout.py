@@ -63,8 +63,8 @@ class BatchLayout:
         if not self.is_stream:
             more = self.tokens.total - self.shape[1]
             # F.pad counts dims from the last.
-            padding = [*[0, 0] * (x.ndim - 2 - dim), 0, more]
-            padded = F.pad(x, padding, value=fill_of(x, fill, "fill")) if more else x
+            fill = fill_of(x, fill, "fill")
+            padded = F.pad(x, [*[0, 0] * (x.ndim - 2 - dim), 0, more], value=fill) if more else x
             return large_tensors.index_select(padded, self.tokens.local_index, dim + 1)
         stream = x.flatten(dim, dim + len(self.shape) - 1)
         return large_tensors.index_select(stream, self.tokens.local_index, dim).unflatten(dim, self.local_shape)
