@@ -35,18 +35,20 @@ def scan(
     A: Float[Array, " h"],
     B: Float[Array, "b s g n"],
     C: Float[Array, "b s g n"],
-    D: Float[Array, " h"],
+    D: Float[Array, "h *e"],
     first: Bool[Array, " s"] | None = None,
     initial_states: Float[Array, "b h p n"] | None = None,
 ) -> tuple[Float[Array, "b s h p"], Float[Array, "b h p n"]]:
     """y[t] = S[t] C[t] + D x[t] and the last S;  S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T.
 
-    Head i reads group i * g // h. Before token 0, S is `initial_states`; before any later token in `first`, S is 0.
+    Head i reads group i * g // h. D has a number per head, or one per channel. Before token 0, S is `initial_states`;
+    before any later token in `first`, S is 0.
 
     Source: arXiv 2405.21060.
     """
     b, s, h, p = x.shape
     groups, n = B.shape[2:]
+    skips = D.reshape(h, -1)
     group = jnp.arange(h) * groups // h
     state = jnp.zeros((b, h, p, n), x.dtype) if initial_states is None else initial_states
     # Token 0 is the first of a sequence, but starts from `initial_states`, not from 0.
@@ -58,7 +60,7 @@ def scan(
         decay = jnp.exp(dt * A[None, :])
         decayed = jnp.where(again, jnp.zeros_like(state), state) * decay[:, :, None, None]
         state = decayed + jnp.einsum("bh,bhp,bhn->bhpn", dt, x, B[:, group])
-        return state, jnp.einsum("bhpn,bhn->bhp", state, C[:, group]) + D[None, :, None] * x
+        return state, jnp.einsum("bhpn,bhn->bhp", state, C[:, group]) + skips[None] * x
 
     tokens = [jnp.moveaxis(each, 1, 0) for each in (x, dt, B, C)]
     final, y = jax.lax.scan(step, state, (*tokens, again))

@@ -12,7 +12,7 @@ SPECS = {
     "conv1d": {"weight": "c 1 k cp=R", "bias": "c cp=R"},
     "dt_bias": "h cp=R",
     "A_log": "h cp=R",
-    "D": "h cp=R",
+    "D": "h e cp=R",
     "norm": {"weight": "i cp=R"},
     "out_proj": {"weight": "d i cp=R"},
 }
@@ -25,6 +25,7 @@ SIZES = {
     "n": (3,),
     "d": (2,),
     "k": (4,),
+    "e": (1, 2),  # D has a number per head, or one per channel
     "i": "h*p",
     "c": "h*p+2*g*n",
     "w": "2*h*p+2*g*n+h",

@@ -8,7 +8,7 @@ from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SPECS, settings_of
 from shardproof import offsets, values
 
-FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
+FOLLOW = {"e": (1, 2), "i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
 EACH = {**DRAW, "u": values("normal", "ties")}
 
 

@@ -6,11 +6,13 @@ import torch
 
 from jax_ref.mamba import causal_conv as reference
 from shardproof import offsets, scheme, values
+from torch_impl.collectives import accumulator
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.mix import causal_conv
 
 
-def packed_reference(x, weight, bias, cu):
+def packed_reference(x, weight, bias, cu, has_wide_taps):
+    weight = weight / 3 if has_wide_taps else weight
     first = jnp.zeros(x.shape[1], bool).at[cu[:-1]].set(True, mode="drop")
     return reference(x, weight.T, bias, first)
 
@@ -27,13 +29,16 @@ def packed_reference(x, weight, bias, cu):
         "bias": values("normal", "zeros"),
         "cu": offsets("s", padded=True),
     },
+    options={"has_wide_taps": (True, False)},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("k",),
     sums="float32",
     roundings=2,
 )
 @pytest.mark.cases(20)
-def convolved(mesh, x, weight, bias, cu):
+def convolved(mesh, x, weight, bias, cu, has_wide_taps):
+    """Taps may have more digits than the rows."""
+    weight = weight.to(accumulator(x.dtype)) / 3 if has_wide_taps else weight
     ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids
     return causal_conv(x, weight, bias, ids.expand(x.shape[:2]))
 
