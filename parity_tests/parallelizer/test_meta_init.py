@@ -74,6 +74,13 @@ def test_values_of_a_meta_model_match_one_process(mesh, options, inside):
     assert ranks == ([],) * len(ranks)
 
 
+@pytest.mark.parametrize("units", ["blocks", "modules"])
+def test_values_do_not_depend_on_the_units(units):
+    options = {"strategy": STRATEGIES[0], "units": units, "seed": "small"}
+    case = CaseSpec(scheme="meta", mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 1}, options=options)
+    assert run(names_of_other_values, case).results == ([],) * 2
+
+
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("units", ["model", "blocks", "modules"])
 def test_values_of_a_meta_model_on_processes(units):
