@@ -281,6 +281,19 @@ def test_ranks_without_any_token_keep_the_state_and_its_gradient():
     assert [row.op for row in ranks.ledger.rows] == ["all_reduce"] * 2
 
 
+@pytest.mark.parametrize("border", [0, 12, 24])
+def test_an_empty_sequence_at_a_border_of_ranks_keeps_its_state(border):
+    states, cu = STATE * torch.arange(1, 4).view(3, 1, 1, 1), torch.tensor(sorted([0, border, border, T]))
+
+    def body(mesh, case):
+        held = (x.chunk(2, 1)[mesh.rank("cp")] for x in TENSORS)
+        options = {"cu_seqlens": cu, "initial_state": states, "output_final_state": True}
+        _, final = called(mesh, *held, layout="contiguous", **options)
+        return [torch.equal(final[i], states[i]) for i in (cu.diff() == 0).nonzero()]
+
+    assert all(all(kept) and kept for kept in on_ranks(body).results)
+
+
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_backward_ends_where_one_rank_has_a_loss(cp):
     def body(mesh, case):
