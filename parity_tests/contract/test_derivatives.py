@@ -26,7 +26,7 @@ NEEDS_TRITON = "torch_impl.kernels.softmax"
 LINEAR = (
     *("_AllReduce", "_Replicated", "_Broadcast", "_ToSource", "AllGather", "_Shard", "ReduceScatter", "_AllToAll"),
     *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_Permute", "_Untangled"),
-    *("_Rows", "_Sums", "_Waited", "_Same", "_Term", "_Whole", "_Own", "_Padded"),
+    *("_Rows", "_Sums", "_Waited", "_Same", "_Term", "_Whole", "_Own", "_Padded", "_OfTokens"),
 )
 
 
