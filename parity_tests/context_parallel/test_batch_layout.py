@@ -35,11 +35,11 @@ def gather_cost(c, tokens, kinds=0):
 
 
 def there_and_back(layout, x, kinds):
-    """The shard of x and its squares, gathered; with `kinds` of two tensors at once, which lie before the rows."""
-    both = torch.stack([x, 2 * x]) if kinds else x
+    """The shard of x and its squares, gathered; with `kinds` as the second of two tensors, stacked before the rows."""
+    both = torch.stack([2 * x, x]) if kinds else x
     shard = layout.shard(both, dim=kinds)
     squares = layout.gather(shard.square(), dim=kinds)
-    return (shard[0], squares[0]) if kinds else (shard, squares)
+    return (shard[1], squares[1]) if kinds else (shard, squares)
 
 
 def rows_without_the_last(x, less):

@@ -188,6 +188,8 @@ SCHEMES = (
     packed_attention_in_stripes,
     packed_attention_in_order,
     packed_attention_by_name,
+    packed_attention_in_order_by_name,
+    packed_attention_in_stripes_by_name,
 )
 test_parity = parity(SCHEMES, lockstep=30)
 

@@ -60,8 +60,8 @@ def chosen_in_jax(logits, k, router, norm_topk_prob):
 def mixed(logits, table, each, router, norm_topk_prob, is_full, is_nested):
     """Each token's rows of the table, weighted by its gates; choices of a full expert are left out."""
     gates, experts, _ = chosen_in_jax(logits, len(each), router, norm_topk_prob)
-    is_left = experts != 0 if is_full else jnp.ones(experts.shape, bool)
-    return (jnp.where(is_left, gates, 0.0)[..., None] * table[experts]).sum(-2)
+    is_kept = experts != 0 if is_full else jnp.ones(experts.shape, bool)
+    return (jnp.where(is_kept, gates, 0.0)[..., None] * table[experts]).sum(-2)
 
 
 class Rounding:
@@ -77,8 +77,8 @@ class Rounding:
         gates, experts, _ = self.replay.route(self.route, logits)
         if self.is_full:
             experts.masked_fill_(experts == 0, -1)
-        is_left = experts >= 0
-        return (gates.where(is_left, 0.0)[..., None] * table[experts.where(is_left, 0)]).sum(-2)
+        is_kept = experts >= 0
+        return (gates.where(is_kept, 0.0)[..., None] * table[experts.where(is_kept, 0)]).sum(-2)
 
 
 @scheme(
@@ -97,7 +97,7 @@ class Rounding:
     nograd=("each",),
     dtypes=("float32", "float64"),
     reduction=("e", "k"),
-    roundings=12,
+    roundings=16,  # a recompute adds up to 7 of them to a logit, and another 7 inside another block
 )
 def recomputed_choices(mesh, logits, table, each: Int[Tensor, "k"], router, norm_topk_prob, is_full, is_nested):
     """A checkpointed block, alone or inside another, that is backpropagated before the backward that is compared."""

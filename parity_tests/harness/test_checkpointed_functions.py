@@ -34,7 +34,7 @@ def of_torch(function, *args):
     return checkpoint(function, *args, use_reentrant=True)
 
 
-@pytest.mark.fast_values(1)
+@pytest.mark.fast_values(2)
 @pytest.mark.parametrize("wrapped", [of_torch, CheckpointFunction.apply])
 @pytest.mark.parametrize("sums_gradients", [True, False])
 def test_a_reentrant_checkpoint_is_judged_by_its_gradients(wrapped, sums_gradients):

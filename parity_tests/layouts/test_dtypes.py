@@ -19,7 +19,7 @@ from shardproof import Cost, check_cases, integers, offsets, scheme
     draw={"padded": offsets("t", padded=True), "x": integers(0, 99)},
 )
 def sharded_ids(mesh, x, padded, kind) -> Int[Tensor, " l"]:
-    """A row of ids keeps its dtype; torch selects single numbers of fewer dtypes than rows."""
+    """A row of ids keeps its dtype; torch selects rows of more dtypes than single numbers."""
     shard = packed_layout(mesh, padded).shard(x.to(getattr(torch, kind)), 0)
     assert shard.dtype == getattr(torch, kind)
     return shard.to(x.dtype)

@@ -146,6 +146,7 @@ def mean_of_valid(losses, targets, vocab_size):
     sums="float32",
     reduction=("b", "s"),
 )
+@pytest.mark.cases(20)
 def mean_of_valid_tokens(mesh, losses, targets: Int[Tensor, "b s"], vocab_size):
     """The losses as `token_losses` gives them: 0 where no target counts."""
     count = valid_count([targets], [mesh["dp"], mesh["cp"]], vocab_size)

@@ -83,8 +83,8 @@ def cost(states):
 def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, master):
     """One step, from these states of the parameters; returns new weights and states, in full.
 
-    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none, and it has frozen one of
-    them since the optimizer was made.
+    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none, and has frozen `up`
+    since the optimizer was made if it lacks its gradient.
     """
     parameters = {name: nn.Parameter(x.clone()) for name, x in weights.items()}
     for name, each in parameters.items():

@@ -32,7 +32,9 @@ def over_cp(view: MeshView, chosen: Chosen, adapt: Callable[[Any], object]) -> d
     axes = mesh_axes(view.device_mesh)
     ids, targets = (torch.from_numpy(x) for x in batch(chosen, ROWS, LENGTH))
     first, step = 0, 1  # ranks of dp_shard and of ep have other rows
-    for axis in {"dp_shard", "ep"} & set(view.device_mesh.mesh_dim_names or ()):
+    for axis in ("dp_shard", "ep"):
+        if axis not in (view.device_mesh.mesh_dim_names or ()):
+            continue
         first, step = first + step * view.rank(axis), step * view.size(axis)
     rows = slice(first, None, step)
     model = model_of(chosen)

@@ -7,6 +7,7 @@ import torch
 
 from parity_tests.pipelining import automatic
 from parity_tests.pipelining.sharded_decoder import MICROBATCHES
+from parity_tests.pipelining.test_reference import ROUNDINGS
 from parity_tests.pipelining.test_small_stages import loss
 from shardproof import scheme, token_below, values
 
@@ -49,7 +50,7 @@ def of_last_step(token, target, embedding, layers, norm, head, told, is_scaled):
     rank_options={"name": LOOPED, "source": ("name", "file", "spreadsheet"), "is_wide": (False, True)},
     dtypes=("float64", "float32"),
     reduction=("b", "s", "v", "d"),
-    roundings=40,
+    roundings=ROUNDINGS,
 )  # fmt: skip
 @pytest.mark.cases(6)
 def built_by_settings(mesh, token, target, embedding, layers, norm, head, told, is_scaled, name, source, is_wide):

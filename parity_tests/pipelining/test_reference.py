@@ -31,6 +31,11 @@ def accumulated(x, target, w1, w2):
     return {"losses": jnp.stack(losses), "w1": g1, "w2": g2, "astray": jnp.zeros(len(x), x.dtype)}
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_every_schedule_takes_eight_micro_batches(name):
+    assert all(RULES[name].accepts(8, p) for p in (1, 2, 3, 4))
+
+
 @scheme(
     reference=accumulated,
     mesh={"pp": (1, 2, 3, 4)},

@@ -32,7 +32,14 @@ def of_both_lengths(token, target, embedding, layers, norm, head):
     nograd=("target",),
     rank_options={
         "name": tuple(RULES),
-        "source": ("name", "file", "complete", "complete but reductions", "complete but a reduction", "both"),
+        "source": (
+            "name",
+            "file",
+            "complete",
+            "complete but reductions",
+            "complete but some reductions",
+            "both",
+        ),
         "names": ("typed", "divided"),
         "shape": ("in place", "returned", "wrapped"),
         "is_wide": (False, True),

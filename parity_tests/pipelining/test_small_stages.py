@@ -85,6 +85,7 @@ def of_tied(token, target, table, layers, norm, tie, steps):
     reduction=("b", "s", "v", "d"),
     roundings=40,
 )  # fmt: skip
+@pytest.mark.cases(8)
 def ties_in_stages(mesh, token, target, table, layers, norm, tie, steps, name):
     outputs = tied_decoder.tied_gradients(mesh, tie, steps, name, token, target, table, layers, norm)
     return dict(zip(("loss", "first", "second", "of_layers", "count", "astray"), outputs, strict=True))
@@ -126,6 +127,7 @@ def of_steps(token, target, embedding, layers, norm, head, has_head):
     reduction=("b", "s", "v", "d"),
     roundings=40,
 )  # fmt: skip
+@pytest.mark.cases(8)
 def shapes_told_again(mesh, token, target, embedding, layers, norm, head, has_head, name):
     weights = (embedding, *layers.unbind(), norm, head)
     target = target if has_head else target[:, :, : len(norm)]
@@ -285,6 +287,7 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
     dtypes=("float64",),
     roundings=20,
 )  # fmt: skip
+@pytest.mark.cases(8)
 def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, sends):
     """When each forward and backward ends, how long each rank waits, and for how many chunks it stores activations.
 

@@ -15,5 +15,5 @@ def calls_of_all(declared: Any, chunk_sizes: Iterable[int | None], **case: Any) 
         report = verify_case(declared, declared.case(**case, chunk_size=chunk_size))
         report.raise_if_failed()
         ledgers.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
-    (rows,) = ledgers
-    return {(op, phase) for _, op, _, _, phase in rows}
+    assert len(ledgers) == 1, f"{len(ledgers)} ledgers for {chunk_sizes}"
+    return {(op, phase) for _, op, _, _, phase in ledgers.pop()}

@@ -26,7 +26,7 @@ def next_is_ignored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndar
 
 
 def is_dropped(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of each of f or s positions, whether it has no result: there are u."""
+    """Of f positions, or s where there is no f: True from position u on, which have no result."""
     positions = case.dims.get("f", case.dims.get("s", 0))
     return np.broadcast_to(np.arange(positions) >= case.u, (case.b, positions))
 

@@ -17,8 +17,8 @@ from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel import long_rows
 
 
-def masked_or_rising(generator, shape):
-    """Normal logits; a tenth of them -inf, or all but the first or the last few, or the largest in the last span."""
+def masked_or_rising_logits(generator, shape):
+    """Normal logits as they are, with a tenth of them -inf, with all but a few at one end -inf, or rising."""
     logits, drawn, place = generator.standard_normal(shape), generator.integers(4), np.arange(shape[-1])
     if drawn == 0:
         return np.where(generator.random(shape) < 0.1, -np.inf, logits)
@@ -35,7 +35,7 @@ LONG = dict(
     dims={"b": (1,), "s": (1, 2, 0), "v": (8190, 8450, 12800)},
     draw={
         "target": SOME_IGNORED,
-        "logits": masked_or_rising,
+        "logits": masked_or_rising_logits,
     },
     options={"temperature": (1.0, 0.7)},
     reduction=("v",),

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from jax_ref.vocab_parallel import sampled_logprob
+from parity_tests.parity import parity
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
 from parity_tests.vocab_parallel.shard import owned_range
 from parity_tests.vocab_parallel.test_sampling import filter_cost
-from shardproof import Cost, check_cases, scheme
+from shardproof import Cost, scheme
 from shardproof.declare.draws import FLOAT_KINDS
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.filter_bounds import min_p_floor
@@ -27,8 +28,8 @@ def cost(c):
     return Cost(forward={**base.forward, "all_gather": (calls + 1, size + more)})
 
 
-# Their bounds are a little above 2 and 3 times the temperature below the largest logit: of whole numbers, the first
-# that is dropped is what the bound rounds to in 16 bits.
+# ln of these is just above -2 and -3. A whole logit that lies 2 T or 3 T below the largest is dropped, and is kept if
+# the bound is first rounded to 16 bits.
 JUST_BELOW = (0.1354, 0.0498)
 
 
@@ -40,7 +41,12 @@ JUST_BELOW = (0.1354, 0.0498)
     draw={"logits": decided_rows(*FLOAT_KINDS, "ties", "iota", nan_rows=IGNORED_TARGETS), "target": SOME_IGNORED},
     nan_cotangents={"out": IGNORED_TARGETS},
     dims={"b": (1, 2), "s": (3,), "v": (2, 7, 24)},
-    options={"top_k": (5, None), "top_p": (1.0, 0.9), "temperature": (1.0, 2.0), "min_p": JUST_BELOW},
+    options={
+        "top_k": (None, 5),
+        "top_p": (1.0, 0.9),
+        "temperature": (1.0, 2.0, 0.5),
+        "min_p": (*JUST_BELOW, 0.2, 1.0),
+    },
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
     sums="float32",
@@ -72,34 +78,8 @@ def logprob_with_min_p_and_long_top_k(mesh, logits, target, top_k, top_p, temper
     )
 
 
-@scheme(
-    reference=sampled_logprob,
-    mesh={"tp": (1, 2, 3)},
-    contract=vp.DistributedLogprobWithSampling,
-    inputs={"logits": "b s v/tp:ragged", "target": "b s"},
-    draw={"logits": decided_rows("ties", "iota", "normal", "huge"), "target": SOME_IGNORED},
-    dims={"b": (1, 2), "s": (3,), "v": (24, 7)},
-    options={"top_k": (None,), "top_p": (1.0,), "temperature": (1.0, 2.0), "min_p": JUST_BELOW},
-    dtypes=("bfloat16", "float16", "float32"),
-    reduction=("v",),
-    sums="float32",
-    roundings=2,
-    cost=cost,
-)
-def logprob_with_min_p_alone(mesh, logits, target, top_k, top_p, temperature, min_p):
-    """The bound of what is kept is no logit here, as it is where a list or top-p sets it."""
-    return vp.DistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh), min_p
-    )
-
-
-SCHEMES = (logprob_with_min_p, logprob_with_min_p_and_long_top_k, logprob_with_min_p_alone)
-
-
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 15 if engine == "lockstep" else 5, engine=engine)
+SCHEMES = (logprob_with_min_p, logprob_with_min_p_and_long_top_k)
+test_parity = parity(SCHEMES, lockstep=15, gloo=5)
 
 
 def test_the_next_token_routes_take_it_from_their_params():

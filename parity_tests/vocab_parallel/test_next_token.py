@@ -226,4 +226,5 @@ def test_one_rank_alone_needs_no_group_and_any_length():
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_no_chunk_size_changes_the_ledger(engine):
-    assert calls_of_all(next_tokens, (None, 1, 3, 9), cp=2, tp=2, b=2, s=8, v=6, seed=3, engine=engine)
+    calls = calls_of_all(next_tokens, (None, 1, 3, 9), cp=2, tp=2, b=2, s=8, v=6, seed=3, engine=engine)
+    assert {op for op, _ in calls} >= {"all_gather"}

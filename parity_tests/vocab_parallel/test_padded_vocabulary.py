@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -14,10 +13,11 @@ from jax_ref.vocab_parallel import (
     sampled_logprob,
     topk,
 )
+from parity_tests.parity import parity
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
-from shardproof import check_cases, integers, scheme, values
+from shardproof import integers, scheme, values
 from torch_impl import vocab_parallel as vp
 
 
@@ -70,7 +70,7 @@ def scored(logits, target, columns, temperature):
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 1)},
     roundings=3,  # log total, mean shifted logit, gradient
-    **{**DECLARED, "dtypes": ("float32", "bfloat16")},  # the reference's own slope is no better than float64
+    **{**DECLARED, "dtypes": ("float32", "bfloat16")},  # in float64 the reference's slope has no more digits than ours
 )
 def logprob_beside_padding(mesh, logits, target, columns, temperature, chunk_size):
     options = dict(temperature=temperature, chunk_size=chunk_size, with_entropy=True)
@@ -187,7 +187,4 @@ SCHEMES = (
 )
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
-def test_parity(declared, engine):
-    check_cases(declared, 12 if engine == "lockstep" else 3, engine=engine)
+test_parity = parity(SCHEMES, lockstep=12, gloo=3)

@@ -158,6 +158,7 @@ def test_a_command_without_a_verdict_says_why() -> None:
     assert Cell(kind, "not judged", f"W1130 Sending\n{sentence}", 0.1).lacks == []
     assert Cell(kind, "not judged", "W1130 Sending\n", 0.1).lacks == ["verdict"]
     assert Cell(kind, "done", "", 0.1).lacks == ["verdict"]
+    assert Cell("closes_standard_output", "not judged", "shardproof: cannot", 0.1).lacks == ["verdict"]
 
 
 def test_there_are_sixty_kinds() -> None:

@@ -196,7 +196,9 @@ IN_THE_BODY = LOSS_PARALLEL.replace(",\n        around=lambda mesh: loss_paralle
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
-    ("engine", "text"), [("lockstep", LOSS_PARALLEL), ("lockstep", IN_THE_BODY), ("gloo", LOSS_PARALLEL)]
+    ("engine", "text"),
+    [("lockstep", LOSS_PARALLEL), ("lockstep", IN_THE_BODY), ("gloo", LOSS_PARALLEL)],
+    ids=["lockstep", "lockstep, in the body", "gloo"],
 )
 def test_loss_parallel_patches_each_rank_separately(engine, text, tmp_path):
     (tmp_path / "loss.py").write_text(text)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from shardproof.engines.processes import idleness
-from shardproof.engines.processes.idleness import LEAST, Ready
+from shardproof.engines.processes.idleness import Ready
 
 
 def test_time_without_a_processor_is_left_out(monkeypatch):
@@ -17,7 +17,7 @@ def test_time_without_a_processor_is_left_out(monkeypatch):
         (2.0, {1: 5.75}, 0.25),
         (3.0, {1: 5.75, 2: 9.0}, 1.0),  # a new process, which has waited before
         (4.0, {1: 5.75, 2: 9.5}, 0.5),
-        (5.0, {1: 6.75, 2: 10.5}, LEAST),
+        (5.0, {1: 6.75, 2: 10.5}, 0.1),
         (9.0, {1: 6.75, 2: 10.5}, 2.0),  # a late look
     ):
         now.clock, now.delays = clock, delays
