@@ -36,7 +36,7 @@ def gather_cost(c, tokens, kinds=0):
 
 def there_and_back(layout, x, kinds):
     """The shard of x and its squares, gathered; with `kinds` as the second of two tensors, stacked before the rows."""
-    both = torch.stack([2 * x, x]) if kinds else x
+    both = torch.stack([2 * x.detach(), x]) if kinds else x  # a gradient of 0 times an infinity would be NaN
     shard = layout.shard(both, dim=kinds)
     squares = layout.gather(shard.square(), dim=kinds)
     return (shard[1], squares[1]) if kinds else (shard, squares)

@@ -13,7 +13,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.expert_parallel import with_loss
-from torch_impl.expert_parallel.router import _OfTokens
+from torch_impl.expert_parallel.router import _ZeroBesideTokens
 from torch_impl.layouts.reorder import _Permute
 from torch_impl.parallelizer._torch_compat import _Waited
 from torch_impl.parallelizer.fsdp2 import _Untangled
@@ -27,7 +27,7 @@ NEEDS_TRITON = "torch_impl.kernels.softmax"
 LINEAR = (
     *("_AllReduce", "_Replicated", "_Broadcast", "_ToSource", "AllGather", "_Shard", "ReduceScatter", "_AllToAll"),
     *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_Permute", "_Untangled"),
-    *("_Rows", "_Sums", "_Waited", "_Same", "_Term", "_Whole", "_Own", "_Padded", "_OfTokens"),
+    *("_Rows", "_Sums", "_Waited", "_Same", "_Term", "_Whole", "_Own", "_Padded", "_ZeroBesideTokens"),
 )
 
 
@@ -120,7 +120,7 @@ def test_a_function_of_one_rank(function):
 def test_rows_that_are_no_tokens():
     """y = 0 in the second row, whose gradients are 0."""
     x, is_token = integers(4, 3).requires_grad_(), torch.tensor([[True], [False], [True], [True]])
-    g, second = second_derivatives(lambda x: _OfTokens.apply(x, is_token), x)
+    g, second = second_derivatives(lambda x: _ZeroBesideTokens.apply(x, is_token), x)
     y = x.detach().numpy() * is_token.numpy()
     np.testing.assert_array_equal(g, 3 * y**2)
     np.testing.assert_array_equal(second, 2 * g * 6 * y)

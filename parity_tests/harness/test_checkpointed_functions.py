@@ -46,7 +46,7 @@ def test_a_reentrant_checkpoint_is_judged_by_its_gradients(wrapped, sums_gradien
         draw={name: values("normal") for name in ("x", "w1", "w2")},
         dtypes=("float32",),
         roundings=2,
-        excluded_conditions=("autocast", "inference_mode", "overwritten", "second_derivative"),
+        excluded_conditions=("autocast", "inference_mode", "overwritten"),
     )
     def checkpointed(mesh, x, w1, w2):
         def block(x, w1, w2):

@@ -17,7 +17,7 @@ from torch_impl.collectives import large_tensors
 from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.contract import GradientType, Rejected, ShardedAny, contract
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.fill import fill_of
+from torch_impl.layouts.fill import Fill, fill_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BatchLayout:
         return (self.chunks, local // self.chunks) if self.chunks > 1 else (local,)
 
     @contract("BatchLayout.shard")
-    def shard(self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, fill: float | int = 0) -> Shaped[Tensor, "*local"]:
+    def shard(self, x: ShardedAny[Tensor, "..."], *, dim: int = 0, fill: Fill = 0) -> Shaped[Tensor, "*local"]:
         """Shard `x`, which has the dims `shape` from `dim` on; a dense row is padded by `fill`.
 
             x  "b s cp=R"   ->   "b s/cp" of rows, "t/cp" of a stream, "m t/cp" of chunks,   t = b s / m

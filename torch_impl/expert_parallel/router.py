@@ -126,11 +126,11 @@ def balanced_bias(bias: Sharded[Tensor, "e"], counts: ShardedInt[Tensor, "e"], r
 def _wide(logits: Tensor, experts: Tensor | None) -> Tensor:
     """The logits in float32 or wider, with 0 in rows without an expert among the given ones."""
     wide = logits.to(accumulator(logits.dtype))
-    return wide if experts is None else _OfTokens.apply(wide, _is_expert(experts, logits).any(-1, keepdim=True))
+    return wide if experts is None else _ZeroBesideTokens.apply(wide, _is_expert(experts, logits).any(-1, keepdim=True))
 
 
-class _OfTokens(torch.autograd.Function):
-    """x with 0 in rows that are no tokens, before any score of them: the gradient of NaN * 0 is NaN.
+class _ZeroBesideTokens(torch.autograd.Function):
+    """x with 0 in rows without a token, in values and gradients. A product with 0 would keep their NaN.
 
     A checkpoint compares what a forward and its recompute save, and only the recompute has given experts: so this saves
     its mask by itself.

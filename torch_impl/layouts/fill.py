@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torch_impl.contract import Rejected, dtype_name, type_name
+from torch_impl.contract import Number, Rejected, dtype_name, type_name
+
+Fill = Annotated[float, Number(finite=False)]  # `fill_of` compares it with a tensor's dtype
 
 
 def fill_of(tensor: Tensor, fill_value: float | int, name: str = "fill_value") -> float | int:

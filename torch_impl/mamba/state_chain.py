@@ -133,8 +133,7 @@ class PassedStates(torch.autograd.Function):
 
     Along each row of the chain left[m + 1] = transition[m] entering[m] + state[m], and entering[m] is left[m] if entry
     m continues the one before it, else 0. A rank's first run receives a state, and its last run sends one; they may be
-    two runs. Backward runs along the row from its end, with the cotangents c of the
-    states that enter:
+    two runs. Backward runs along the row from its end, with the cotangents c of the states that enter:
 
         d left[m] = c[m] + transition[m]^T d left[m + 1], without the second term where entry m continues nothing
         d state[m] = d left[m + 1];   d transition[m] = d left[m + 1] entering[m]^T

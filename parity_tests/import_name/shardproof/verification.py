@@ -281,11 +281,11 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
         if not any(np.isfinite(want).any() for want in wants):
             is_nan = all(np.isnan(want).all() for want in wants)
             why = f"the reference of {label} is {'NaN' if is_nan else 'infinite or NaN'}"
-        are_drawn = any(has_infinities(value) for case in cases for value in case.values.values())
+        are_drawn = all(any(map(has_infinities, case.values.values())) for case in cases)
         remedy = "correct the reference, or draw values that it is defined for"
         raise NothingCompared(
             f"scheme '{scheme.name}': {why} everywhere at {sizes(cases[0])}; nothing of it was compared: "
-            f"{'infinities were drawn, give more examples' if are_drawn else remedy}"
+            f"{'infinities or NaN were drawn, give more examples' if are_drawn else remedy}"
         )
     _check_power(scheme, reports)
 

@@ -34,7 +34,7 @@ from torch_impl.contract import (
 )
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import indivisible, multiple_of
-from torch_impl.layouts.fill import fill_of
+from torch_impl.layouts.fill import Fill, fill_of
 from torch_impl.layouts.token_layout import DenseKind
 
 
@@ -114,7 +114,7 @@ def gather_token_tensor_by_indices(
 
 @contract
 def shard_sequence_for_cp_round_robin(
-    cp_mesh: CpMesh | None, tensor: ShardedAny[Tensor, "..."], *, seq_dim: int = 1, pad_value: float | int = 0
+    cp_mesh: CpMesh | None, tensor: ShardedAny[Tensor, "..."], *, seq_dim: int = 1, pad_value: Fill = 0
 ) -> tuple[ShardedAny[Tensor, "..."], ShardedInt[Tensor, "l"], int]:
     """Pad `tensor` on the right and shard it in DualChunkSwap order: (shard, its positions, padded length).
 
@@ -134,7 +134,7 @@ def shard_sequence_for_cp_contiguous(
     tensor: ShardedAny[Tensor, "..."],
     *,
     seq_dim: int = 1,
-    pad_value: float | int = 0,
+    pad_value: Fill = 0,
     pad_multiple: PositiveInt = 1,
 ) -> tuple[ShardedAny[Tensor, "..."], ShardedInt[Tensor, "l"], int]:
     """Pad `tensor` on the right and give each rank one block of it: (shard, its positions, padded length).
@@ -230,7 +230,7 @@ class ContextParallelSharder:
 
     @contract("ContextParallelSharder.shard_token_tensor")
     def shard_token_tensor(
-        self, tensor: ShardedAny[Tensor, "..."], seq_dim: int = 1, fill: float | int | None = None
+        self, tensor: ShardedAny[Tensor, "..."], seq_dim: int = 1, fill: Fill | None = None
     ) -> ShardedAny[Tensor, "..."]:
         """Shard `tensor` as the batch was: dense rows along `seq_dim`, packed rows from their dims [b, s, ...].
 

@@ -75,13 +75,13 @@ def replay_file(
     for report in reruns(scheme, case, engine, repeat):
         outcome.reports.append(report)
         if quiet:
-            text_stream.write(f"{report.scheme.rpartition(':')[2]}: {report.verdict}\n")
+            print_report(f"{report.scheme.rpartition(':')[2]}: {report.verdict}", text_stream)
         else:
             print_report(report, text_stream)
         if verbose:
-            text_stream.write(f"{report.ledger_text()}\n")
+            print_report(report.ledger_text(), text_stream)
         if traceback and report.failure is not None and report.failure.traceback:
-            text_stream.write(f"{report.failure.traceback}\n")
+            print_report(report.failure.traceback, text_stream)
     texts = {
         html: lambda: page([replace(outcome.reports[-1], replay=file)]),
         json: lambda: summary.as_json(outcome),

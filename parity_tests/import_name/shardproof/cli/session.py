@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +45,7 @@ from shardproof.judge import bridge
 from shardproof.line_types.opinion import INSTALL, is_installed, with_types
 from shardproof.places import ROOT
 from shardproof.report import summary
-from shardproof.report.guard import own_output, sentence_of, without_hiding
+from shardproof.report.guard import own_output, print_traceback, sentence_of, without_hiding
 from shardproof.report.html_page import page
 from shardproof.report.out_path import check_folder, check_writable, write_texts
 from shardproof.report.report import Report
@@ -174,7 +173,7 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
             named = _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
             with named, _told_if_ended(outcome, schemes[number - 1 :], options):
                 try:
-                    outcome.add(_remembered(scheme, judged, options.replay_dir or "."))
+                    outcome.add(_remembered(scheme, judged, options))
                 except KeyboardInterrupt:
                     raise Interrupted(outcome) from None
             bar.advance(task, int(several))
@@ -246,10 +245,10 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
                 raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
 
 
-def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) -> Outcome:
+def _remembered(scheme: Declared, judged: Callable[[], Outcome], options: VerifyOptions) -> Outcome:
     """The outcome of a scheme: from an earlier process of this command, which has died, or else `judged()`.
 
-    If that process died of this scheme after it had found a failing case, this is its report; `folder` is for replays.
+    If that process died of this scheme after it had found a failing case, this is its report.
     """
     record = journal.current
     if record is None:
@@ -263,15 +262,17 @@ def _remembered(scheme: Declared, judged: Callable[[], Outcome], folder: str) ->
             record.done(scheme.key, outcome)
         return outcome
     outcome = Outcome()
-    report: Report | None = record.report(scheme.key)
+    report, failure = record.report(scheme.key), record.failure(scheme.key)
+    if report is not None or failure is not None:  # else the implementation's own import may have ended the process
+        scheme = _substituted(scheme, options)
     if report is not None:
         report = from_one_case(replace(report, unfinished=sentence))
     else:
-        report = _of_death(scheme, record.failure(scheme.key))
+        report = _of_death(scheme, failure)
     if report is None:
         outcome.reject(scheme.key, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
     else:
-        outcome.reports.append(with_replay_file(scheme, report, folder))
+        outcome.reports.append(with_replay_file(scheme, report, options.replay_dir or "."))
     return outcome
 
 
@@ -300,7 +301,7 @@ def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, 
         pass_interrupt(error)
         status, sentence = sentence_of(error)
         if status == INTERNAL:
-            traceback.print_exception(error)
+            print_traceback(error)
         title = f"scheme '{scheme.name}': "
         outcome.reject(scheme.key, title + sentence.removeprefix(title), status)
     return outcome
@@ -309,8 +310,7 @@ def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, 
 def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None) -> None:
     start = time.perf_counter()
     try:
-        if options.implementation is not None:
-            scheme = narrowed(on_implementation(scheme, options.implementation), options.fixed)
+        scheme = _substituted(scheme, options)
         report = verify_scheme(
             scheme,
             options.engine,
@@ -336,6 +336,13 @@ def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress:
         return
     outcome.reports.append(with_types(scheme, report, asked=options.types))
     outcome.seconds[scheme.key] = time.perf_counter() - start
+
+
+def _substituted(scheme: Declared, options: VerifyOptions) -> Declared:
+    """The scheme on the implementation that is given, if one is. Errors: NotOffered, NotApplicable."""
+    if options.implementation is None:
+        return scheme
+    return narrowed(on_implementation(scheme, options.implementation), options.fixed)
 
 
 def _fixed_world(engine: str) -> int | None:

@@ -37,8 +37,8 @@ def generator(case: CaseSpec, name: str) -> Generator:
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     """The array rounded to `dtype`, as float64."""
-    of_array = torch.tensor(array, device="cpu")  # whatever default device the file of the scheme has set
-    return of_array.to(getattr(torch, dtype)).double().numpy()
+    tensor = torch.tensor(array, device="cpu")  # whatever default device the file of the scheme has set
+    return tensor.to(getattr(torch, dtype)).double().numpy()
 
 
 def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:

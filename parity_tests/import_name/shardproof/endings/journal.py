@@ -56,7 +56,7 @@ class Journal:
 
     @property
     def is_alone(self) -> bool:
-        """Whether after a death nothing is left to do: there is one scheme, and no file to write."""
+        """Whether a death ends the command with one sentence: there is one scheme, and no file to write."""
         return any(kind == ALONE for kind, _, _, _ in self._records())
 
     # The side of the process that judges.

@@ -105,6 +105,8 @@ def _by_backward(
     outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], *, retain_graph: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients as `backward()` leaves them in `.grad`, for functions that reject `torch.autograd.grad`."""
+    for variable in variables:  # a function may have run a backward of its own
+        variable.grad = None
     torch.autograd.backward(outputs, cotangents, retain_graph=retain_graph)
     results = tuple(variable.grad for variable in variables)
     for variable in variables:

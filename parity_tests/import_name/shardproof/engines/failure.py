@@ -38,7 +38,7 @@ class RankFailure(Exception):
     """A rank failed, or the ranks could not go on together.
 
     `rank` is the rank that caused the failure, `op` and `source` are its operation and the line that issued it,
-    `others` has a sentence for each other rank, and `ledger` the calls issued so far.
+    `others` has a sentence for each other rank and may end with an advice, and `ledger` the calls issued so far.
     """
 
     cause = "failed"

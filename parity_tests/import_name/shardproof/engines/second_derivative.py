@@ -2,7 +2,7 @@
 
 The gradient g of <outputs, c> is linear in the cotangents c. So for every direction v of the inputs, the derivative h
 of <g, v> with respect to c has <h, c> = <g, v>. A rank computes its terms of both sums; `imbalance` adds them up over
-all ranks. The n copies of an invariant tensor count 1 / n each: they are equal, so that one wrong copy shows.
+all ranks. The n copies of an invariant tensor count 1 / n each, so a wrong copy on any rank changes the sum.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from shardproof.declare.declared import Argument
 from shardproof.endings.raised import message_of
 from shardproof.engines.calling import ONCE
 
-# Messages for a function without a second derivative: torch's, and the message of `first_derivative_only`.
+# Messages for a function without a second derivative: torch's, the message of `first_derivative_only`, and the message
+# of a reentrant checkpoint.
 FIRST_ONLY = (
     *ONCE, "differentiate twice", "cannot be differentiated again", "is not implemented", "does not require grad",
+    "compatible with .grad()",
 )  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def terms(
 
 
 def shares(arguments: Iterable[Argument], mesh: Mapping[str, int]) -> dict[str, float]:
-    """The factor of a rank's term, by tensor: one for each of the equal copies along its invariant axes."""
+    """The factor of a rank's term, by tensor: 1 / n, where n is the number of copies along its invariant axes."""
     return {
         arg.name: 1 / math.prod(mesh[axis] for axis, letter in arg.spec.types if letter == "I") for arg in arguments
     }

@@ -98,7 +98,7 @@ def _open_standard_files() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
 
 
 def _has_used_jax() -> bool:
@@ -305,7 +305,9 @@ class _Command:
             str(Outcome(rank, RUNNING, state=str(status))) for rank, status in statuses.items() if rank != running
         ]
         if death.why == "asked":
-            return f"the command was killed {GRACE_S:g} s after it was asked to end; it was{at or ' in native code'}"
+            return (
+                f"the command was killed because it did not end when it was asked to; it was{at or ' in native code'}"
+            )
         if running is None:
             how = _HOW[death.why].format(seconds=death.seconds) if death.why else f"{ending(death.exit_code)}{by}"
             after = ", after all verdicts were printed" if death.is_judged else ""

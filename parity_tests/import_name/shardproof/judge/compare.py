@@ -37,7 +37,8 @@ from shardproof.engines.stitch import Stitched, gradient_shards, owners, stitch
 from shardproof.judge.reference import UNIT_ROUNDOFF, Reference, accumulator_roundoff, unit_of_inputs
 from shardproof.judge.storage import K
 
-C = 4.0  # of all budgets, as K. Change either only together with the figures for false alarms and injected bugs.
+# C and K are in all budgets. Change them only together with the figures for false alarms and injected bugs.
+C = 4.0
 # The dtype that an implementation may have summed in by mistake.
 COARSER = {"float64": "float32", "float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
 

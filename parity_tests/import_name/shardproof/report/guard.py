@@ -99,10 +99,15 @@ def _reported(error: BaseException) -> int:
     """The status of an error, after its sentence is printed; an internal error's traceback is printed before that."""
     status, sentence = sentence_of(error)
     if status == INTERNAL:
-        with contextlib.suppress(OSError):
-            traceback.print_exception(error)
+        print_traceback(error)
     complain(sentence)
     return status
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an internal error; if standard error is closed or its disk is full, that is all."""
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exception(error)
 
 
 def sentence_of(error: BaseException) -> tuple[int, str]:
@@ -174,17 +179,18 @@ def own_output() -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            if any(stream is each for each in before):
-                continue
-            with contextlib.suppress(Exception):  # a stream of a user's code may raise anything
-                stream.flush()
-            _replaced.append(stream)
-        sys.stdout, sys.stderr = before
-        for number, copy in copies.items():
-            with contextlib.suppress(OSError):  # a user's code has closed it too
-                os.dup2(copy, number)
-                os.close(copy)
+        replaced = [stream for stream in (sys.stdout, sys.stderr) if not any(stream is each for each in before)]
+        _replaced.extend(replaced)
+        try:
+            for stream in replaced:
+                with contextlib.suppress(Exception):  # a stream of a user's code may raise anything
+                    stream.flush()
+        finally:  # also if the reader of standard output has closed it
+            sys.stdout, sys.stderr = before
+            for number, copy in copies.items():
+                with contextlib.suppress(OSError):  # a user's code has closed it too
+                    os.dup2(copy, number)
+                    os.close(copy)
 
 
 class _Unread(BaseException):
@@ -216,9 +222,15 @@ class _Reader:
         """A user's code that closes standard output would take the verdict with it."""
         self.flush()
 
+    @property
+    def buffer(self) -> Any:
+        """A copy of the bytes below, which another wrapper of a user's code may close; verdicts are written here."""
+        self.flush()
+        return open(os.dup(self._stream.fileno()), "wb")
+
     def detach(self) -> Any:
-        """The bytes below, for another wrapper of a user's code; verdicts are still written here."""
-        return self._stream.buffer
+        """As `buffer`."""
+        return self.buffer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

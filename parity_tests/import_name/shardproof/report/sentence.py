@@ -32,8 +32,10 @@ def _wrapped(line: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def print_report(report: RenderableType, stream: TextIO) -> None:
-    """Print a report: on a terminal in its width, elsewhere as plain text."""
+def print_report(report: RenderableType, stream: TextIO | None) -> None:
+    """Print a report: on a terminal in its width, elsewhere as plain text. A stream of None is closed."""
+    if stream is None:
+        return
     if stream.isatty():
         Console(file=stream).print(report, highlight=False)
     else:

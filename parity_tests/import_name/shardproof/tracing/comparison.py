@@ -63,7 +63,7 @@ class Found:
 
 
 def whole(rank: int, event: Event, full: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
-    """The positions of a rank that has the full tensor."""
+    """The positions of a rank that has the full tensor; None if it has another shape."""
     return [np.arange(size) for size in full] if full == local else None
 
 

@@ -57,7 +57,7 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
     """The namespaces that are separate for each rank of a scheme's program; empty for any other job.
 
     They are the scheme's module, the user modules that it imports, the modules in `isolate`, and the modules that
-    torch's context managers patch for a scheme with `around` or `setup`, or that imports such a manager. Errors:
+    torch's context managers patch for a scheme with `around` or `setup`, or that names such a manager. Errors:
     ValueError for a name in `isolate` that is not a module.
     """
     if not isinstance(job, Program):
@@ -74,7 +74,11 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
     if job.isolate:  # several thousand modules
         names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
     namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
-    if job.around is not None or job.setup is not None or PATCHING.intersection(_last_names(job)):
+    if (
+        job.around is not None
+        or job.setup is not None
+        or any(not PATCHING.isdisjoint(_words(name)) for name in imported_by(job.fn.__module__))
+    ):
         namespaces |= {name: vars(sys.modules[name]) for name in PATCHED_BY_TORCH if name in sys.modules}
         if tensor := sys.modules.get("torch.distributed.tensor"):
             namespaces["handlers of DTensor"] = getattr(tensor.DTensor._op_dispatcher, "_custom_op_handlers", {})
@@ -98,15 +102,25 @@ def imports_of(job: Any) -> list[str]:
     return [imported for name in imported_by(home) for imported in _imports(name)]
 
 
-def _last_names(job: Any) -> set[str]:
-    return {imported.rpartition(".")[2] for imported in imports_of(job)}
+@functools.cache
+def _source(name: str) -> str:
+    """A module's source; empty if it has none, as in a notebook."""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(sys.modules[name])
+    return ""
+
+
+@functools.cache
+def _words(name: str) -> frozenset[str]:
+    """All identifiers in a module's source: `loss_parallel` may be imported by its name, or read from a module."""
+    return frozenset(re.findall(r"[^\W\d]\w*", _source(name)))
 
 
 @functools.cache
 def _imports(name: str) -> tuple[str, ...]:
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[name]))
-    except (OSError, TypeError, SyntaxError):  # no source, as in a notebook
+        tree = ast.parse(_source(name))
+    except SyntaxError:
         return ()
     names: list[str] = []
     for node in ast.walk(tree):

@@ -27,7 +27,9 @@ from shardproof.engines.program import Program, RankResult
 OMIT = "omit"  # each rank gets its own input back
 SWAP_SUM_AND_MEAN = "swap sum and mean"  # over the ranks' inputs
 SUM_GRADIENT = "sum gradient"  # the gradient of a forward collective's result, over its group, before its backward
-REDUCE = "reduce"  # an all_reduce by `reduce_op`, over the ranks of `axis`; an all_gather of its result in each entry
+REDUCE = (
+    "reduce"  # an all_reduce by `reduce_op`, over the ranks of `axis`; an all_gather returns that sum as each entry
+)
 NO_POISON = "no poison"  # leave the output of an asynchronous collective readable before its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
 SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
