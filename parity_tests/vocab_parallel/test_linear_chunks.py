@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.test_linear_logprob import SCHEMES, linear_logprobs
 from shardproof import CaseSpec
 from shardproof.engines.engines import run

@@ -265,10 +265,7 @@ def _remembered(scheme: Declared, judged: Callable[[], Outcome], options: Verify
     report, failure = record.report(scheme.key), record.failure(scheme.key)
     if report is not None or failure is not None:  # else the implementation's own import may have ended the process
         scheme = _substituted(scheme, options)
-    if report is not None:
-        report = from_one_case(replace(report, unfinished=sentence))
-    else:
-        report = _of_death(scheme, failure)
+    report = _of_death(scheme, failure) if report is None else from_one_case(replace(report, unfinished=sentence))
     if report is None:
         outcome.reject(scheme.key, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
     else:
