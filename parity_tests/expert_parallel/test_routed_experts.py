@@ -257,7 +257,7 @@ def nearly_equal_columns(generator, shape):
 
 def routed_in_float64(x, router, gate_up, down):
     gates, experts, _ = on_one_device.softmax_top_k(x @ router, 1)
-    return mixture(x, gates, experts, gate_up, down)
+    return on_one_device.mixture(x, gates, experts, gate_up, down)
 
 
 def report_of(scale):
