@@ -85,7 +85,7 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "k"),
     sums="float32",
-    roundings=16,  # the inverse of a chunk corrects a row by each row before it, of up to 24
+    roundings=48,  # the inverse of a chunk corrects a row by up to 24 rows before it, and backward does so again
 )
 
 

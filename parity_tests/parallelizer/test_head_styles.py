@@ -199,7 +199,6 @@ def heads_of_keys_on_more_ranks(mesh, x, query, key, value, out, sinks, cotangen
     nograd=(*ADAPTED, "cotangent", "weights"),
     draw=dict.fromkeys((*ADAPTED, "cotangent", "weights"), ORDINARY),
     dtypes=("float64",),
-    roundings=8,  # the products with W, A and B and their sum, before attention
 )
 def adapted_heads_of_keys(mesh, x, query, key, value, out, sinks, a, b, cotangent, weights, times):
     projections = [*(each.flatten(0, 1) for each in (query, key, value)), out]
