@@ -17,7 +17,10 @@ def parity(schemes: Iterable[Any], **examples: int | None) -> Callable[..., None
 
     None is the number of the active profile. With a single engine, items are named by the scheme alone.
     """
-    each_scheme = pytest.mark.parametrize("declared", list(schemes), ids=lambda declared: declared.name)
+    schemes = list(schemes)
+    if not (schemes and examples):
+        raise ValueError("parity: pass schemes, and engines with their numbers of cases; pytest skips an empty test")
+    each_scheme = pytest.mark.parametrize("declared", schemes, ids=lambda declared: declared.name)
     if len(examples) == 1:
         ((engine, count),) = examples.items()
 
