@@ -20,6 +20,7 @@ from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 from torch_impl.context_parallel import batch_layout
+from torch_impl.layouts import TokenLayout
 
 Rows = Float[Tensor, "b l d"]
 DTYPES = ("float32", "bfloat16", "float64")
@@ -267,3 +268,20 @@ def test_extra_buffers_are_rejected(n, dims, options, kind, message):
 
 def test_the_docstrings_example():
     assert doctest.testmod(batch_layout) == (0, 3)
+
+
+def layout_of_rows(real):
+    tokens = TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=1, real_length=real)
+    return batch_layout.BatchLayout(tokens, (2, real), None)
+
+
+def test_a_mask_is_padded_by_a_bool():
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    assert layout_of_rows(5).shard(mask, fill=True).all() and not layout_of_rows(5).shard(mask, fill=False).all()
+
+
+@pytest.mark.parametrize("real", [5, 8])  # padded, and not
+@pytest.mark.parametrize("fill", [float("inf"), 0.5, True])
+def test_a_fill_that_the_dtype_lacks_is_rejected_whatever_the_length(real, fill):
+    with pytest.raises((ValueError, TypeError), match=r"BatchLayout\.shard: fill="):
+        layout_of_rows(real).shard(torch.ones(2, real, dtype=torch.int64), fill=fill)

@@ -408,8 +408,8 @@ def test_a_weight_below_the_last_digit_of_its_adapter_comes_back_to_the_bit():
 # ---- Arguments
 
 WRONG = {
-    "targets has 'uq', which matches no module; nearest: 'up', ": {"targets": ["uq"]},
-    "targets has 'norm', and 'norm' is LayerNorm; name nn.Linear layers, here up": {"targets": ["norm"]},
+    "targets has 'uq', which matches no module; nearest: 'up'": {"targets": ["uq"]},
+    "targets has 'norm', and 'norm' is LayerNorm; name nn.Linear layers; nearest: 'up'": {"targets": ["norm"]},
     "targets is empty; pass the names of linear layers": {"targets": []},
     "rank=0 must be at least 1": {"rank": 0},
     "alpha=0 must be positive": {"alpha": 0},

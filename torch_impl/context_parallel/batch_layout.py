@@ -57,13 +57,13 @@ class BatchLayout:
         Any dtype; the shard has the same dtype. Differentiable.
 
         Cost:   no collective; one copy of the shard, and one of x if it is padded.
-        Errors: ValueError if x does not have `shape` at `dim`, and for a `fill` that its dtype cannot represent.
+        Errors: TypeError for a `fill` that is no number; ValueError if x does not have `shape` at `dim`, and for a
+                `fill` that its dtype cannot represent, also where nothing is padded.
         """
-        dim = self._place("shard", x, dim, self.shape)
+        dim, fill = self._place("shard", x, dim, self.shape), fill_of(x, fill, "fill")
         if not self.is_stream:
             more = self.tokens.total - self.shape[1]
             # F.pad counts dims from the last.
-            fill = fill_of(x, fill, "fill")
             padded = F.pad(x, [*[0, 0] * (x.ndim - 2 - dim), 0, more], value=fill) if more else x
             return large_tensors.index_select(padded, self.tokens.local_index, dim + 1)
         stream = x.flatten(dim, dim + len(self.shape) - 1)

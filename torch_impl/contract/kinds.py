@@ -75,15 +75,14 @@ def type_name(value: object) -> str:
 class Number:
     """A number in a range; `remedy` ends the message.
 
-    Infinity and NaN are rejected if `finite`, and integers that torch cannot represent. Any real type is accepted,
-    such as numpy's float32. Python would compute in its precision, so functions convert the number with `float`.
+    Infinity, NaN and integers that torch cannot represent are rejected. Any real type is accepted, such as numpy's
+    float32. Python would compute in that type's precision, so functions convert the number with `float`.
     """
 
     low: int | float = -math.inf
     above: bool = False  # whether `low` itself is outside
     integer: bool = False
     remedy: str = ""
-    finite: bool = True
 
     def problem(self, value: Any) -> str | None:
         """Why a `value` of another type or outside of the range is rejected; else None."""
@@ -93,8 +92,6 @@ class Number:
         elif not _is_real(value):
             return TypeProblem(f"={value!r} is {type_name(value)}; pass a number{self.remedy}")
         if not (self.integer or _is_symbolic(value) or _is_finite(value)):
-            if not self.finite:
-                return None
             return f"={value} must be finite{self.remedy}"
         if (problem := too_large(value)) is not None:
             return f"{problem}{self.remedy}"

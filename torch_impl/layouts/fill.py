@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from torch_impl.contract import Number, Rejected, dtype_name, type_name
+from torch_impl.contract import Rejected, TypeProblem, dtype_name, type_name
 
-Fill = Annotated[float, Number(finite=False)]  # `fill_of` compares it with a tensor's dtype
+
+@dataclass(frozen=True)
+class _Fill:
+    """A bool or a real number, also infinite or NaN. `fill_of` compares it with a tensor's dtype."""
+
+    def problem(self, value: Any) -> str | None:
+        return (
+            None if isinstance(value, numbers.Real) else TypeProblem(f"={value!r} is {type_name(value)}; pass a number")
+        )
+
+
+Fill = Annotated[float, _Fill()]
 
 
 def fill_of(tensor: Tensor, fill_value: float | int, name: str = "fill_value") -> float | int:

@@ -101,19 +101,21 @@ def add_lora(model: Module, targets: Targets, *, rank: PositiveInt, alpha: Posit
             changed then.
     """
     modules, chosen = dict(model.named_modules()), dict[str, nn.Linear]()
+    linear_layers = [name for name, module in modules.items() if name and type(module) is nn.Linear]
     for target in targets:
         names = names_of(target, modules)
         if not names:
-            raise Rejected(f"targets has {target!r}, which matches no module; nearest: {nearest_names(target, model)}")
+            raise Rejected(
+                f"targets has {target!r}, which matches no module; nearest: {nearest_names(target, linear_layers)}"
+            )
         for name in names:
             module = modules[name]
             if isinstance(module, LoRALinear):
                 raise Rejected(f"targets has {target!r}, and {name!r} has an adapter; name each layer once")
             if type(module) is not nn.Linear or not name:
-                layers = sorted({path.rpartition(".")[2] for path, at in modules.items() if type(at) is nn.Linear})
                 raise Rejected(
-                    f"targets has {target!r}, and {name!r} is {type(module).__name__}; name nn.Linear layers, here "
-                    f"{', '.join(layers) or 'none'}"
+                    f"targets has {target!r}, and {name!r} is {type(module).__name__}; name nn.Linear layers; nearest: "
+                    f"{nearest_names(target, linear_layers)}"
                 )
             if isinstance(module.weight, DTensor):
                 raise Rejected(f"targets has {target!r}, and {name!r} is sharded; add adapters first, then parallelize")

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from torch import nn
-
 
 def names_of(key: str, names: Iterable[str]) -> list[str]:
     """The names that a key matches: they have equally many dotted parts, and each part matches."""
@@ -29,7 +27,7 @@ def matches(pattern: list[str], parts: list[str]) -> bool:
     return len(pattern) == len(parts) and all(map(fnmatchcase, parts, pattern))
 
 
-def nearest_names(key: str, model: nn.Module) -> str:
-    """The module names most similar to a key, with `*` for layers."""
-    names = dict.fromkeys(generic(name) for name, _ in model.named_modules() if name)
-    return ", ".join(repr(name) for name in get_close_matches(key, list(names), n=2, cutoff=0.0))
+def nearest_names(key: str, names: Iterable[str]) -> str:
+    """The two names most similar to a key, with `*` for layers."""
+    patterns = list(dict.fromkeys(generic(name) for name in names if name))
+    return ", ".join(repr(name) for name in get_close_matches(key, patterns, n=2, cutoff=0.0)) or "none"

@@ -115,7 +115,7 @@ def styles_by_module(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dic
         if not names and not _was_removed(key, model):
             kind = type(model).__name__
             raise ValueError(
-                f"tp_shard_plan: key {key!r} matches no module of {kind}; nearest: {nearest_names(key, model)}"
+                f"tp_shard_plan: key {key!r} matches no module of {kind}; nearest: {nearest_names(key, modules)}"
             )
         for name in names:
             if name in styles:

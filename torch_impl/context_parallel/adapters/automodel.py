@@ -241,6 +241,7 @@ class ContextParallelSharder:
                 represent; before `shard`, as `positions`.
         """
         layout = self.shard_layout or ShardLayout()
+        fill = None if fill is None else fill_of(tensor, fill, "fill")
         if layout.input_row_shape is not None and layout.batch_layout is not None:
             return layout.batch_layout.shard(tensor)
         if layout.input_row_shape is not None and tensor.shape[:2] == layout.input_row_shape:
@@ -253,7 +254,7 @@ class ContextParallelSharder:
                 raise Rejected(f"tensor has {length} along dim {seq_dim}, but the batch {lengths}; pass one of these")
             if fill is None:
                 raise Rejected(f"the batch is padded from {length} to {padded} positions; pass the fill of tensor")
-            tensor = _pad(tensor, dim, padded - length, fill_of(tensor, fill, "fill"))
+            tensor = _pad(tensor, dim, padded - length, fill)
         return shard_token_tensor_by_indices(tensor, self.positions(tensor.shape[dim], tensor.device), dim)
 
     @contract("ContextParallelSharder.gather_token_tensor")
