@@ -1,4 +1,4 @@
-"""No scheme's function brings JAX to a rank: a rank would pay for its import, and threads of JAX do not fork."""
+"""No rank pays for an import that it does not need: of JAX, whose threads do not fork, or of SymPy."""
 
 import pickle
 import subprocess
@@ -47,3 +47,16 @@ def test_one_that_does_is_named():
         return jnp.tanh(x)
 
     assert arriving({"both": dumps(both)}) == "both imports jax\n"
+
+
+def test_a_backward_needs_no_sympy():
+    program = """
+import sys, torch
+from shardproof.engines.calling import total_with
+x = torch.ones(3, requires_grad=True)
+(gradient,) = torch.autograd.grad(total_with([torch.arange(3.0)], [2 * x]), x)
+assert gradient.tolist() == [0, 2, 4]
+print("sympy" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "False\n"

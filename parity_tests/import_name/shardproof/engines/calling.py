@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -98,7 +98,32 @@ def gradients(
 def _by_grad(
     outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], *, retain_graph: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    return torch.autograd.grad(outputs, variables, cotangents, retain_graph=retain_graph, allow_unused=True)
+    total = total_with(cotangents, outputs)
+    return torch.autograd.grad(total, variables, retain_graph=retain_graph, allow_unused=True)
+
+
+class _Cotangents(torch.autograd.Function):
+    """A scalar whose backward hands each output its cotangent as it is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, cotangents: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.cotangents = cotangents
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, *ctx.cotangents
+
+
+def total_with(cotangents: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The scalar whose backward starts with these cotangents.
+
+    Torch compares the shapes of explicit `grad_outputs` by SymPy; its import takes longer than a small case, in each
+    process.
+    """
+    with torch.enable_grad():
+        total: torch.Tensor = _Cotangents.apply(cotangents, *outputs)
+    return total
 
 
 def _by_backward(
@@ -107,7 +132,7 @@ def _by_backward(
     """The gradients as `backward()` leaves them in `.grad`, for functions that reject `torch.autograd.grad`."""
     for variable in variables:  # a function may have run a backward of its own
         variable.grad = None
-    torch.autograd.backward(outputs, cotangents, retain_graph=retain_graph)
+    torch.autograd.backward(total_with(cotangents, outputs), retain_graph=retain_graph)
     results = tuple(variable.grad for variable in variables)
     for variable in variables:
         variable.grad = None
