@@ -40,7 +40,7 @@ GATHER_LOGPROB = {
     "functional": lambda logits, ids: (
         -F.cross_entropy(
             logits.unsqueeze(-2).expand(*ids.shape, -1).movedim(-1, 1),
-            ids.where(ids < logits.shape[-1], -100),
+            ids.where((ids >= 0) & (ids < logits.shape[-1]), -100),
             reduction="none",
         )
     ),
@@ -89,12 +89,13 @@ def distilled(library):
 
 
 def distilled_over_k(library):
-    """The same over the teacher's ids alone, of which a sum leaves out the ignored."""
+    """The same over the teacher's ids alone; the sum leaves out ids outside the vocabulary."""
     log_softmax, at, where = LOG_SOFTMAX[library], LOGITS_AT[library], jnp.where if library == "jax" else torch.where
 
     def oracle(student, teacher, ids):
         z, teacher, ids = student[:, : ids.shape[1] - 1], teacher[:, :-1], ids[:, :-1]
-        return where(ids >= 0, log_softmax(where(ids >= 0, at(z, ids), LOWEST)), 0.0), log_softmax(teacher)
+        is_valid = (ids >= 0) & (ids < z.shape[-1])
+        return where(is_valid, log_softmax(where(is_valid, at(z, ids), LOWEST)), 0.0), log_softmax(teacher)
 
     return oracle
 
@@ -122,7 +123,7 @@ CASES = [
 
 
 def fixed(scheme, dtype, sizes):
-    """One case of normal values and of ids from everywhere, of which half are ignored."""
+    """One case of normal values and of ids from everywhere; half of them are ignored."""
     case = scheme.case(seed=6, dtype=dtype, **sizes)
     plain = {
         arg.name: {**case.values[arg.name], "kind": "ids", "picks": [[0, "anywhere"]], "ignored": "half"}
