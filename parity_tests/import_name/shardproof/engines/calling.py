@@ -108,7 +108,8 @@ class _Cotangents(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cotangents: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.cotangents = cotangents
-        return outputs[0].new_zeros(())
+        # Not `new_zeros`, which would wait for an asynchronous output.
+        return torch.zeros((), dtype=outputs[0].dtype, device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
