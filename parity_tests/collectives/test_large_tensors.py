@@ -93,6 +93,14 @@ def test_an_index_out_of_range_is_rejected(size: int, place: int) -> None:
         large_tensors.index_select(torch.ones(4, size), torch.tensor([0, place]))
 
 
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_unsigned_integers_keep_their_largest_values(bits: int) -> None:
+    largest = 2**bits - 1
+    x = torch.tensor([0, largest, 7], dtype=getattr(torch, f"uint{bits}"))
+    selected = large_tensors.index_select(x, torch.tensor([1, 0, 1, 2]))
+    assert selected.dtype == x.dtype and selected.tolist() == [largest, 0, largest, 7]
+
+
 @pytest.mark.parametrize(("shape", "count"), [((0, 4), 0), ((3, 0), 2), ((3, 4), 0), ((5,), 3)])
 def test_selecting_nothing_and_single_elements(shape: tuple[int, ...], count: int) -> None:
     x, index = torch.ones(shape), torch.arange(count)
