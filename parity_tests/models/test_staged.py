@@ -234,6 +234,26 @@ def test_each_step_counts_its_own_tokens():
     assert torch.equal(alone, after)
 
 
+def test_replicas_of_a_batch_leave_the_loss_and_router_losses():
+    """The ranks' shares add up to the same loss if dp repeats the batch, with cp sharding it."""
+    config = replace(SMALL, layers=("moe",), balance_coefficient=0.5, z_coefficient=0.25)
+
+    def body(mesh, case):
+        torch.manual_seed(0)
+        model = HybridLM(config, Placement(mesh["cp"], mesh["tp"]), dtype=torch.float64)
+        padded, real = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4, 12], [0, 3, 10]))
+        stream = Stream(torch.arange(12), padded, real)
+        streams = [rank_stream(stream, mesh.size("cp"), mesh.rank("cp"))] * 2
+        schedule, loss, stages = in_stages(mesh, model, streams, "GPipe")
+        return torch.stack(staged_step(schedule, stages, loss, streams, [mesh["dp"], mesh["cp"]]))
+
+    once, twice = (
+        torch.stack(run(body, CaseSpec("staged", {"dp": dp, "pp": 1, "cp": 2, "tp": 1})).results) for dp in (1, 2)
+    )
+    assert once.shape[1] == twice.shape[1] == 4  # of each micro-batch a loss of tokens and one of the router
+    torch.testing.assert_close(twice.sum(0), once.sum(0))
+
+
 def test_rejections():
     def body(mesh, case):
         model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
