@@ -384,7 +384,7 @@ def _lengths(
         count = sequence_count(scheme, name, shape)
         blocks = shape[name] // unit
         may_be_empty = all(draw.empty for draw in scheme.draws.values() if draw.dim == name)
-        places = list(range(blocks + 1) if may_be_empty else range(1, blocks))
+        places = _places(blocks, _shards(scheme, mesh, name), may_be_empty)
         borders: list[int] = []
         for _ in range((count or choose((1, 2, 3))) - 1):
             if places:
@@ -398,6 +398,13 @@ def _lengths(
             "real": [n - choose(range(min(n, most))) if n else 0 for n in padded],
         }
     return lengths
+
+
+def _places(blocks: int, world: int, may_be_empty: bool) -> list[int]:
+    """Where a sequence may end: anywhere, and a third of the choices is where a rank's shard ends."""
+    places = list(range(blocks + 1) if may_be_empty else range(1, blocks))
+    ends = [blocks // world * rank for rank in range(1, world)] if blocks % world == 0 else []
+    return places + ends * (len(places) // (2 * len(ends))) if ends else places
 
 
 def _has_both_offsets(scheme: Declared, name: str) -> bool:
