@@ -85,9 +85,3 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(journal, monkeypatch):
         journal.done("one", "outcome")
     journal.begin("two")
     assert journal.begun == "one"
-
-
-def test_an_only_scheme_leaves_nothing_to_do(journal):
-    assert not journal.is_alone
-    journal.alone()
-    assert journal.is_alone

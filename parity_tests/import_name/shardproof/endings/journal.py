@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from typing import IO, Any
 
-CHILD, BEGUN, DONE, FOUND, LOST, FAILED, ALONE = b"C", b"B", b"D", b"F", b"L", b"R", b"A"
+CHILD, BEGUN, DONE, FOUND, LOST, FAILED = b"C", b"B", b"D", b"F", b"L", b"R"
 _HEAD = struct.Struct("=cII")  # kind, bytes of the key, bytes of the content
 
 current: Journal | None = None  # of the command in this process
@@ -53,11 +53,6 @@ class Journal:
             elif kind in (DONE, LOST):
                 keys = [other for other in keys if other != key]
         return keys[-1] if keys else None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a death ends the command with one sentence: there is one scheme, and no file to write."""
-        return any(kind == ALONE for kind, _, _, _ in self._records())
 
     # The side of the process that judges.
 
@@ -100,9 +95,6 @@ class Journal:
         self._append(LOST, key, sentence.encode(errors="backslashreplace"))
         if failure is not None:
             self._append(FAILED, key, _pickled(failure))
-
-    def alone(self) -> None:
-        self._append(ALONE, "")
 
     def _append(self, kind: bytes, key: str, content: bytes = b"") -> None:
         if self._is_full:
