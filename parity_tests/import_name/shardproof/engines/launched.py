@@ -107,4 +107,6 @@ class Rank:
             self._journal.read()
             status = last_act.recorded(self._call, self._words)
         finally:
+            if os.getppid() == self._parent:  # else the launcher would wait for ever for one that is stopped
+                os.kill(self._parent, signal.SIGCONT)
             exits.leave(status)
