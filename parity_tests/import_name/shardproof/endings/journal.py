@@ -30,6 +30,7 @@ class Journal:
         self._fd = file.fileno()
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
         self._is_full = False
+        self._file_id = os.fstat(self._fd)[1:3]  # inode and device
         self._of_earlier: dict[bytes, dict[str, bytes]] = {DONE: {}, FOUND: {}, LOST: {}, FAILED: {}}
 
     # The parent's side.
@@ -96,10 +97,21 @@ class Journal:
         if failure is not None:
             self._append(FAILED, key, _pickled(failure))
 
+    @property
+    def _is_open(self) -> bool:
+        """Whether no user's code has closed the file, whose number another one may have then."""
+        try:
+            return os.fstat(self._fd)[1:3] == self._file_id
+        except OSError:
+            return False
+
     def _append(self, kind: bytes, key: str, content: bytes = b"") -> None:
         if self._is_full:
             return
         name = key.encode(errors="surrogateescape")
+        if not self._is_open:
+            self._is_full = True
+            return
         end = os.fstat(self._fd).st_size
         data = memoryview(_HEAD.pack(kind, len(name), len(content)) + name + content)
         try:
