@@ -172,14 +172,14 @@ def test_a_rank_that_holds_the_interpreter_is_stalled():
 # The command, with shorter limits for a rank that computes.
 QUIET = """
 import sys
-import shardproof.engines.supervised as supervised
-run = supervised._status_of
+from shardproof.engines import last_act, supervised
+run = last_act._status_of
 def shorter(call):
     from shardproof.engines import engines
     engines.LOCKSTEP_QUIET_S = 2.0
     return run(call)
 supervised.MARGIN_S = 1.0
-supervised._status_of = shorter
+last_act._status_of = shorter
 from shardproof import main
 main()
 """
@@ -360,6 +360,36 @@ def test_a_verdict_is_printed_whatever_the_file_prints_to(output):
     for arguments in ((str(replay),), ("-m", "shardproof", "replay", str(replay))):
         status, out, _ = run(*arguments)
         assert status == MISMATCH and "MISMATCH" in out
+
+
+@pytest.mark.slow
+def test_a_function_that_closes_the_output_hides_no_verdict():
+    body = "sys.__stdout__.close(); sys.__stderr__.close()\n    return x * 2 * mesh.size('tp')"
+    status, out, _ = verified(written("closes.py", IMPORTS, declared("closes", body=body)), "--mesh", "tp=2")
+    assert status == MISMATCH and out.splitlines()[-1] == "1 scheme, 1 mismatch, 0 not run."
+    [replay] = Path().glob("replay_*.py")
+    for arguments in ((str(replay),), ("-m", "shardproof", "replay", str(replay))):
+        status, out, _ = run(*arguments)
+        assert status == MISMATCH and "MISMATCH" in out
+
+
+def test_an_only_scheme_whose_rank_ends_the_process_has_a_report_and_a_replay():
+    file = written("dies.py", IMPORTS, declared("dies", body="ctypes.string_at(0)"))
+    status, out, err = verified(file, "--mesh", "tp=2", "--examples", "2")
+    assert (status, err) == (RANK_FAILED, "")
+    assert f"died: rank 0 was killed by SIGSEGV at dies.py:{line_of(file, 'string_at')}" in out
+    [replay] = Path().glob("replay_*.py")
+    assert f"replay: python {replay}" in out
+    status, out, err = run("-m", "shardproof", "replay", str(replay))
+    assert status == RANK_FAILED and "died: rank 0 was killed by SIGSEGV" in out + err
+
+
+@pytest.mark.parametrize("arguments", [("none.py",), ("--no-such-option",)])
+def test_a_full_disk_of_standard_error_changes_no_status(arguments):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "shardproof", "verify", *arguments]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, check=False, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout) == (USAGE, b"")
 
 
 def test_errors_that_nobody_reads_change_no_status():

@@ -273,6 +273,35 @@ def test_a_run_replaces_only_its_own_schemes_replay():
 
 
 @pytest.mark.slow
+def test_a_replay_of_an_earlier_process_stays(monkeypatch):
+    _, scheme = declared(file="earlier.py")
+    report = scheme.verify(tp=2, b=4)
+    monkeypatch.setattr(replays, "written", {})  # as in a new process
+    again, other = write_replay(scheme, report), scheme.verify(tp=2, b=2)
+    assert again == (report.replay, [])  # the same case is the same file
+    assert other.replaced_replays == (report.replay,)  # which is this process's now
+    monkeypatch.setattr(replays, "written", {})
+    assert scheme.verify(tp=2, b=8).replaced_replays == ()
+    assert Path(other.replay).exists()
+
+
+def test_a_file_of_its_name_that_is_no_such_replay_stays(monkeypatch):
+    _, scheme = declared(file="edited.py")
+    report = scheme.verify(tp=2, b=4)
+    file = Path(report.replay)
+    edited = file.read_text() + "print('my own line')\n"
+    file.write_text(edited)
+    numbered = file.with_stem(f"{file.stem}_2")
+    assert write_replay(scheme, report) == (str(numbered), [])
+    numbered.unlink()
+    numbered.symlink_to("nowhere")
+    third, _ = write_replay(scheme, report)
+    assert Path(third).stem == f"{file.stem}_3" and not Path("nowhere").exists()
+    assert file.read_text() == edited
+    assert status_of(third) == MISMATCH
+
+
+@pytest.mark.slow
 def test_a_file_that_is_imported_and_read_by_its_path_has_one_replay(monkeypatch):
     path, scheme = declared()
     first = Path(scheme.verify(tp=2, b=4).replay)

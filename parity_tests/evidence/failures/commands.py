@@ -13,6 +13,8 @@ with open({BEGUN!r}, "a") as file:
     file.write(f"{{time.monotonic()}}\\n")
 
 import ctypes
+import os
+import signal
 import sys
 
 from shardproof import scheme, values
@@ -33,6 +35,22 @@ def leaves(mesh, x):
     ctypes.CDLL(None)._exit(0)
 
 declare(leaves)
+"""
+KILLED = """
+def killed(mesh, x):
+    if mesh.rank("tp") == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 2 * x
+
+declare(killed)
+"""
+CLOSES = """
+def closes(mesh, x):
+    sys.__stdout__.close()
+    sys.__stderr__.close()
+    return 3 * x
+
+declare(closes)
 """
 NAN = """
 def without_a_number(mesh, x):
@@ -66,6 +84,8 @@ class Kind:
 COMMANDS = {
     "replaces_sys_exit": Kind({"kind.py": f"{HEAD}\nsys.exit = lambda *status: None\n{WRONG}"}),
     "closes_standard_output": Kind({"kind.py": f"{HEAD}\nsys.stdout.close()\n{WRONG}"}),
+    "closes_the_original_output": Kind({"kind.py": f"{HEAD}{CLOSES}"}),
+    "rank_0_is_killed_beside_a_wrong_scheme": Kind({"kind.py": f"{HEAD}{WRONG}{KILLED}"}),
     "leaves_with_a_rank_in_the_environment": Kind({"kind.py": f"{HEAD}{LEAVES}"}, {"RANK": "0"}),
     "reference_is_nan_in_every_case": Kind({"kind.py": f"{HEAD}{NAN}"}),
     "two_helpers_of_one_name": Kind(

@@ -87,7 +87,19 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(journal, monkeypatch):
     assert journal.begun == "one"
 
 
-def test_an_only_scheme_leaves_nothing_to_do(journal):
-    assert not journal.is_alone
-    journal.alone()
-    assert journal.is_alone
+def test_a_file_that_a_users_code_has_closed_is_as_a_full_disk(journal):
+    journal.begin("one")
+    kept, number = os.dup(journal._fd), journal._fd
+    os.close(number)
+    journal.done("one", "outcome")
+    os.dup2(kept, number)
+    journal.begin("two")
+    assert journal.begun == "one"
+    os.close(kept)
+
+
+def test_a_file_that_takes_the_number_of_a_closed_one_stays_as_it_is(journal, tmp_path):
+    with open(tmp_path / "another", "w+b") as another:
+        os.dup2(another.fileno(), journal._fd)
+    journal.begin("one")
+    assert (tmp_path / "another").read_bytes() == b""

@@ -282,10 +282,23 @@ def test_an_internal_error_has_a_status_of_its_own():
     assert err.splitlines()[-2:] == ["KeyError: 'lost'", "shardproof: internal error: KeyError"]
 
 
-def test_nothing_is_forked_under_a_launcher():
-    body = "print(os.getppid() == int(os.environ['STARTER'])); return 0"
-    assert ending(body, TORCHELASTIC_RUN_ID="job", STARTER=str(os.getpid()))[1] == "True\n"
-    assert ending(body, STARTER=str(os.getpid()))[1] == "False\n"
+@pytest.mark.parametrize(
+    ("body", "status", "err"),
+    [
+        ("return 5", 5, ""),
+        ("import ctypes; ctypes.CDLL(None)._exit(5)", 5, ""),
+        (
+            "import ctypes; ctypes.CDLL(None)._exit(0)",
+            RANK_FAILED,
+            "shardproof: died: rank 1 left with exit code 0 before it reported\n",
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+        ("os.kill(os.getppid(), signal.SIGSTOP); return 5", 5, ""),
+    ],
+)
+def test_under_a_launcher_a_process_ends_as_its_rank_does(body, status, err):
+    assert ending(body, TORCHELASTIC_RUN_ID="job", RANK="1") == (status, "", err)
 
 
 def test_a_parent_that_reports_a_death_loads_no_torch():

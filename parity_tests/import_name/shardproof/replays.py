@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,75 +42,88 @@ SOURCE = {source!r}
 if __name__ == "__main__":
     raise SystemExit(replay(CASE, SOURCE, __file__{further}))
 '''
+CODE = '"""\n\nfrom shardproof import replay\n'  # what follows the report
 IMPLEMENTATION = "IMPLEMENTATION = {!r}  # whose functions the scheme calls in place of ours\n"
 PICKLE_NOTE = """
 The function was defined in a notebook; it lies beside this file as {pickle}. A pickle runs code when it is read:
 open it only if you trust where it came from."""
 
 
+# The replay of each scheme of a file and implementation that this process has written to a folder, with its text.
+written: dict[tuple[str, ...], tuple[Path, str]] = {}
+
+
 def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[str, list[str]]:
     """Write `replay_<id>.py` for a failed report into a folder, creating it: (its path, the older files it replaces).
 
-    Only files of the same scheme that still have their original names are replaced.
+    What this process has written for another case of the scheme is replaced, unless it was renamed or edited. Any other
+    file stays: one of the same name is written again if it repeats the same case, and else the new name has a number.
     """
-    import jax
-    import torch
-
-    path = Path(folder) / f"replay_{report.case.id}.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    source, note = declaring_file(scheme), ""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    pickled = None
     if not Path(scheme.file).is_file() or "ipykernel" in scheme.file:
         from shardproof.declare.travel import dumps
 
-        pickled = path.with_suffix(".pkl")
-        with naming(pickled):
-            pickled.write_bytes(dumps(scheme))
-        source, note = pickled.name, PICKLE_NOTE.format(pickle=pickled.name)
-    text = TEMPLATE.format(
-        verdict=f"{scheme.name}: {report.verdict}",
-        report=str(report).replace("\\", "\\\\").replace('"""', "'''"),
-        torch=torch.__version__,
-        jax=jax.__version__,
-        python=sys.version.split()[0],
-        name=path.name,
-        pickle_note=note,
-        case=report.case.json,
-        source=source,
-        implementation=IMPLEMENTATION.format(scheme.implementation.target) if scheme.implementation else "",
-        further=", implementation=IMPLEMENTATION" if scheme.implementation else "",
-    )
+        pickled = dumps(scheme)
+    names = (f"replay_{report.case.id}{number}.py" for number in chain(("",), map("_{}".format, count(2))))
+    paths = (Path(folder) / name for name in names)
+    files = ((path, _text(scheme, report, path, is_pickled=pickled is not None)) for path in paths)
+    path, text = next((path, text) for path, text in files if _is_free(path, text, pickled))
+    if pickled is not None:
+        with naming(path.with_suffix(".pkl")):
+            path.with_suffix(".pkl").write_bytes(pickled)
     try:
         with naming(path):
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         path.unlink(missing_ok=True)  # a full disk keeps only the first part
         raise
-    written = _declaration_of(path)
-    replaced = []
-    for other in sorted(path.parent.glob("replay_*.py")):
-        if other != path and written is not None and _declaration_of(other) == written:
-            for suffix in (".py", ".pkl"):
-                other.with_suffix(suffix).unlink(missing_ok=True)
-            replaced.append(other.name)
+    # A file imported by name and one read by path are the same source; the name of a pickle depends on the case.
+    declaration = (report.case.scheme, "") if pickled is not None else (scheme.name, declaring_file(scheme))
+    target = scheme.implementation.target if scheme.implementation else ""
+    key = (str(Path(folder).resolve()), *declaration, target)
+    replaced = _removed(*written[key]) if key in written and written[key][0] != path else []
+    written[key] = (path, path.read_text(encoding="utf-8"))
     return str(path), replaced
 
 
-def _declaration_of(path: Path) -> tuple[str, ...] | None:
-    """The scheme, file and implementation of a replay file; None if it was renamed or edited, or is not a replay.
+def _text(scheme: Declared, report: Report, path: Path, *, is_pickled: bool) -> str:
+    import jax
+    import torch
 
-    Such files are kept: a user renames a replay in order to keep it.
-    """
-    try:
-        constants = constants_of(path)
-        case = CaseSpec.from_json(constants["CASE"])
-    except (OSError, SyntaxError, ValueError, KeyError):
-        return None
-    source = constants.get("SOURCE", "")
-    is_pickled = source.endswith(".pkl")  # its file name depends on the case
-    # A file imported by name and one read by path are the same source.
-    name = case.scheme if is_pickled else case.scheme.rpartition(":")[2]
-    declaration = (name, "" if is_pickled else source, constants.get("IMPLEMENTATION", ""))
-    return declaration if path.stem == f"replay_{case.id}" else None
+    pickle = f"{path.stem}.pkl"
+    return TEMPLATE.format(
+        verdict=f"{scheme.name}: {report.verdict}",
+        report=str(report).replace("\\", "\\\\").replace('"""', "'''"),
+        torch=torch.__version__,
+        jax=jax.__version__,
+        python=sys.version.split()[0],
+        name=path.name,
+        pickle_note=PICKLE_NOTE.format(pickle=pickle) if is_pickled else "",
+        case=report.case.json,
+        source=pickle if is_pickled else declaring_file(scheme),
+        implementation=IMPLEMENTATION.format(scheme.implementation.target) if scheme.implementation else "",
+        further=", implementation=IMPLEMENTATION" if scheme.implementation else "",
+    )
+
+
+def _is_free(path: Path, text: str, pickled: bytes | None) -> bool:
+    """Whether there is no such file, or one that differs from this text in the report alone."""
+    beside = path.with_suffix(".pkl")
+    if pickled is not None and os.path.lexists(beside) and not (beside.is_file() and beside.read_bytes() == pickled):
+        return False
+    if not path.is_file():
+        return not os.path.lexists(path)
+    return path.read_text(encoding="utf-8", errors="replace").partition(CODE)[2] == text.partition(CODE)[2]
+
+
+def _removed(path: Path, text: str) -> list[str]:
+    """The name of a replay, which is removed if it is as it was written, with its pickle."""
+    if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
+        return []
+    for suffix in (".py", ".pkl"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+    return [path.name]
 
 
 def constants_of(file: str | Path) -> dict[str, str]:
@@ -249,5 +264,8 @@ def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) ->
     if chosen not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {chosen}")
     for _ in range(repeat):
-        report = verify_or_undecided(scheme, case.replace(engine=chosen))
-        yield report if report.ok else check_notes(scheme, name_values_to_avoid(scheme, report))
+        with own_output():
+            report = verify_or_undecided(scheme, case.replace(engine=chosen))
+            if not report.ok:
+                report = check_notes(scheme, name_values_to_avoid(scheme, report))
+        yield report

@@ -1,5 +1,8 @@
 """The time for which processes could compute: where they wait for a processor, a machine is to blame and not they."""
 
+import os
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 from shardproof.engines.processes import idleness
@@ -9,8 +12,7 @@ from shardproof.engines.processes.idleness import Ready
 def test_time_without_a_processor_is_left_out(monkeypatch):
     now = SimpleNamespace(clock=0.0, delays={1: 5.0})
     monkeypatch.setattr(idleness, "time", SimpleNamespace(monotonic=lambda: now.clock))
-    monkeypatch.setattr(idleness, "_tree", lambda pid: now.delays)
-    monkeypatch.setattr(idleness, "_delay", lambda pid: now.delays[pid])
+    monkeypatch.setattr(Ready, "_delays_now", lambda _: now.delays)
     ready, seconds = Ready(1), 0.0
     for clock, delays, counted in (
         (1.0, {1: 5.0}, 1.0),
@@ -23,3 +25,15 @@ def test_time_without_a_processor_is_left_out(monkeypatch):
         now.clock, now.delays = clock, delays
         seconds += counted
         assert ready.look(most_s=2.0) == seconds
+
+
+def test_each_thread_of_a_process_may_wait_for_a_processor():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    file = Path(f"/proc/{os.getpid()}/task/{thread.native_id}/schedstat")
+    try:
+        assert Ready(os.getpid())._delays[file] == int(file.read_text().split()[1]) / 1e9
+    finally:
+        done.set()
+        thread.join()

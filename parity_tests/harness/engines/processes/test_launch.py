@@ -248,16 +248,54 @@ def test_a_file_that_changes_the_environment_changes_no_job(tmp_path: Path, name
     assert "total    tp=2   torchrun" in printed
 
 
+LEAVING = """
+    @scheme(reference=whole, mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b tp=I", nograd=("x",))
+    def leaving(mesh, x):
+        if mesh.rank("tp") in RANKS:
+            LEAVES
+        return x.sum(-1)
+"""
+OF_C, KILLED = "__import__('ctypes').CDLL(None)._exit(0)", "__import__('os').kill(__import__('os').getpid(), 9)"
+
+
+def written(folder: Path, ranks: tuple[int, ...], leaves: str) -> Path:
+    """A file with a wrong scheme, and one that ends the processes of these ranks."""
+    leaving = LEAVING.replace("RANKS", str(ranks)).replace("LEAVES", leaves)
+    (folder / "total.py").write_text(textwrap.dedent(SCHEME + leaving).replace("BUG", "y = y + mesh.rank('tp')"))
+    return folder / "total.py"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_native_code_ends_with_status_0_has_died(tmp_path: Path, rank: int) -> None:
-    """Torchrun takes it for a success, and waits for the others."""
-    path = tmp_path / "total.py"
-    leaves = f"if mesh.rank('tp') == {rank}: __import__('ctypes').CDLL(None)._exit(0)"
-    path.write_text(textwrap.dedent(SCHEME).replace("BUG", leaves))
-    done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--mesh", "tp=2")
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        ((1,), "died: rank 1 left with exit code 0 before it reported"),
+        ((0, 1), "died: rank 0 left with exit code 0 before it reported"),
+    ],
+)
+def test_a_rank_that_native_code_ends_with_status_0_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], sentence: str
+) -> None:
+    """Torchrun takes it for a success."""
+    path = written(tmp_path, ranks, OF_C)
+    monkeypatch.chdir(tmp_path)  # a replay file is written
+    cases = ("--mesh", "tp=2", "--examples", "2")
+    done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", *cases)
     assert done.returncode == 1
-    assert f"died: rank {rank} ended without a word" in done.stdout + done.stderr
+    assert sentence in done.stdout + done.stderr
+    assert "total    tp=2   torchrun" in done.stdout and "MISMATCH" in done.stdout
+    assert "2 schemes, 1 mismatch, 0 not run, 1 not judged." in done.stdout
+
+
+def test_a_rank_zero_that_is_killed_loses_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a replay file is written
+    verify = ("-m", "shardproof", "verify", str(written(tmp_path, (0,), KILLED)), "--engine", "torchrun")
+    cases = ("--mesh", "tp=2", "--examples", "2", "--json", "out.json")
+    (lead, printed), _ = two_ranks(tmp_path, *verify, *cases, imported=TORCH_AND_JAX)
+    assert lead == 3
+    assert "total    tp=2   torchrun" in printed and "MISMATCH" in printed
+    [sentence] = json.loads(Path("out.json").read_text())["not_judged"].values()
+    assert sentence == "scheme 'leaving': died: rank 0 was killed by SIGKILL before it reported"
 
 
 CRASHING = """

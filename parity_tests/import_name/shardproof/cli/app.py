@@ -13,6 +13,7 @@ if sys.argv[1:2] != ["watch"]:  # a script that is watched keeps its environment
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before a file of schemes creates an array: see `bridge.start`
 
+import contextlib
 import io
 import shlex
 from itertools import zip_longest
@@ -124,7 +125,8 @@ def _status_of_verb() -> int:
     try:
         status = app(standalone_mode=False)
     except UsageError as error:
-        error.show()
+        with contextlib.suppress(OSError):  # the disk of standard error is full
+            error.show()
         return USAGE
     except typer.Abort as aborted:  # in place of an EOFError
         raise aborted.__cause__ or aborted from None

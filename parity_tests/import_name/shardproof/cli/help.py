@@ -70,7 +70,7 @@ FIRST = (
 STATUS = {
     0: "all equal",
     1: "a mismatch: value, gradient, protocol, cost or hygiene; or no verdict: undecided, engines disagree",
-    2: "usage: a target, option or declaration that cannot be used",
+    2: "usage: a target, option or declaration that cannot be used, or an output file that cannot be written",
     3: "a rank failed: raised, died, deadlock, stalled; or a user's code exited or ended the process",
     4: "nothing ran, such as nccl without a GPU",
     70: "an internal error, which is a bug of this command",

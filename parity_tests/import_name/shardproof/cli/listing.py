@@ -68,12 +68,12 @@ def replay_file(
     Returns the status.
     """
     check_writable(html=html, json=json)
-    text_stream = sys.stderr if "-" in (html, json) else sys.stdout
     outcome = Outcome()
     with own_output():
         case, scheme = _recorded(file)
     for report in reruns(scheme, case, engine, repeat):
         outcome.reports.append(report)
+        text_stream = sys.stderr if "-" in (html, json) else sys.stdout  # anew if a user's code has closed it
         if quiet:
             print_report(f"{report.scheme.rpartition(':')[2]}: {report.verdict}", text_stream)
         else:
@@ -89,7 +89,7 @@ def replay_file(
     with without_hiding(outcome.status):
         write_texts({path: text for path, text in texts.items() if path})
     if html and html != "-" and not quiet:
-        print(f"page: {html}", file=text_stream)
+        print(f"page: {html}", file=sys.stderr if json == "-" else sys.stdout)
     return outcome.status
 
 
@@ -136,8 +136,9 @@ def trace_events(ledger: Ledger) -> dict[str, Any]:
 
 
 def _replayed(file: str) -> Report:
-    case, scheme = _recorded(file)
-    return verify_case(scheme, case)
+    with own_output():
+        case, scheme = _recorded(file)
+        return verify_case(scheme, case)
 
 
 def _recorded(file: str) -> tuple[CaseSpec, Declared]:

@@ -34,7 +34,8 @@ With several outcomes the worst status is returned: 70, then 3, then 1, then 2 f
 A command runs in a process whose parent watches it. The parent returns a status only if the command has come to its
 end. Code that exits, crashes, holds the interpreter or, for two minutes, waits for what never comes is reported with
 its line and costs the verdict of its own scheme; the other schemes are judged. Under torchrun the agent exits with 1,
-and its report shows the command's status.
+and its report shows the command's status; after the death of a rank what was judged before it is printed. A file on a
+full disk costs no verdict that is printed.
 
 - **Output.** Verdicts and tables go to standard output; progress bars, and one sentence for an error, to standard
   error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too.

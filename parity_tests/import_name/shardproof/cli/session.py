@@ -159,8 +159,6 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
     several = len(declarations) > 1
     if schemes and not several:
         _check_flags(schemes[0], options)
-        if journal.current is not None and not any(options.files.values()):
-            journal.current.alone()
     if supervised.words is not None and options.timeout is not None:
         supervised.words.limit_runs(options.timeout)
     limits = profiles.in_force(options.profile), limited(options.timeout)
@@ -196,6 +194,8 @@ def _told_if_ended(
         outcome.not_run |= {scheme.key: "the job has ended" for scheme in others}
         _publish(outcome, options, options.files)
         sys.stdout.flush()
+        if journal.current is not None:
+            journal.current.done(first.key)
 
     return launch.telling(tell)
 

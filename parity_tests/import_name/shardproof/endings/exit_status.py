@@ -1,8 +1,8 @@
 """The exit statuses of a command.
 
 0 all equal; 1 a mismatch of value, gradient, protocol, cost or hygiene; 2 a target, option or declaration that cannot
-be used; 3 a rank failed, or a user's code ended the process; 4 nothing ran; 70 an internal error; 130 interrupted; 141
-standard output has no reader any more.
+be used, or an output file that cannot be written; 3 a rank failed, or a user's code ended the process; 4 nothing ran;
+70 an internal error; 130 interrupted; 141 standard output has no reader any more.
 """
 
 from __future__ import annotations

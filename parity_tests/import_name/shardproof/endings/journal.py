@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from typing import IO, Any
 
-CHILD, BEGUN, DONE, FOUND, LOST, FAILED, ALONE = b"C", b"B", b"D", b"F", b"L", b"R", b"A"
+CHILD, BEGUN, DONE, FOUND, LOST, FAILED = b"C", b"B", b"D", b"F", b"L", b"R"
 _HEAD = struct.Struct("=cII")  # kind, bytes of the key, bytes of the content
 
 current: Journal | None = None  # of the command in this process
@@ -30,6 +30,7 @@ class Journal:
         self._fd = file.fileno()
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_APPEND)
         self._is_full = False
+        self._file_id = os.fstat(self._fd)[1:3]  # inode and device
         self._of_earlier: dict[bytes, dict[str, bytes]] = {DONE: {}, FOUND: {}, LOST: {}, FAILED: {}}
 
     # The parent's side.
@@ -53,11 +54,6 @@ class Journal:
             elif kind in (DONE, LOST):
                 keys = [other for other in keys if other != key]
         return keys[-1] if keys else None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether a death ends the command with one sentence: there is one scheme, and no file to write."""
-        return any(kind == ALONE for kind, _, _, _ in self._records())
 
     # The side of the process that judges.
 
@@ -101,13 +97,21 @@ class Journal:
         if failure is not None:
             self._append(FAILED, key, _pickled(failure))
 
-    def alone(self) -> None:
-        self._append(ALONE, "")
+    @property
+    def _is_open(self) -> bool:
+        """Whether no user's code has closed the file, whose number another one may have then."""
+        try:
+            return os.fstat(self._fd)[1:3] == self._file_id
+        except OSError:
+            return False
 
     def _append(self, kind: bytes, key: str, content: bytes = b"") -> None:
         if self._is_full:
             return
         name = key.encode(errors="surrogateescape")
+        if not self._is_open:
+            self._is_full = True
+            return
         end = os.fstat(self._fd).st_size
         data = memoryview(_HEAD.pack(kind, len(name), len(content)) + name + content)
         try:

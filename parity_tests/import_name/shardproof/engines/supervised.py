@@ -9,7 +9,6 @@ after a death, it starts another child, which takes the verdicts so far from the
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import os
@@ -18,17 +17,17 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
 from shardproof.endings.exits import STACKS
 from shardproof.endings.journal import Journal
 from shardproof.endings.last_words import LastWords
-from shardproof.engines import process_limits
+from shardproof.engines import last_act, launched, process_limits
+from shardproof.engines.last_act import PASSED_ON, complain, flush
 from shardproof.engines.processes import orphans
 from shardproof.engines.processes.idleness import Idleness, Ready
 from shardproof.engines.processes.status_table import COMPUTING, StatusTable
@@ -37,9 +36,7 @@ if TYPE_CHECKING:
     from shardproof.engines.failure import RankFailure
 
 MOST_RANKS = 64
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASKS_TO_END = (*PASSED_ON, signal.SIGQUIT)  # any other signal that ends the child is a failure of the child
-AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
 RANK = "RANK"  # set by every launcher, which ends its processes itself; many a job's environment has it too
 ENGINE = "torchrun"  # where RANK alone is set, only a command with this argument is a rank of a launcher
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
@@ -53,7 +50,6 @@ STACKS_S = 0.5  # how long the fault handler gets to write the stacks of all thr
 OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
 AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
 ADVICE = "--engine gloo runs each rank in a process of its own"
-INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 
 table: StatusTable | None = None  # of the command in this process, shared with its parent
 words: LastWords | None = None  # likewise
@@ -63,32 +59,31 @@ def supervised(call: Callable[[], int | None]) -> int:
     """Run `call` in a forked process, and return its status; 3, and a sentence on stderr, if the process dies before.
 
     Signals sent to this process alone are forwarded, and the child ends when its parent is killed. The forked process
-    never returns from here. `call` runs in this process under a launcher such as torchrun, and if a fork is not safe:
-    JAX has been used, or another thread runs. A user's `os._exit` raises there too.
+    never returns from here. `call` runs in this process if a fork is not safe: JAX has been used, or another thread
+    runs. A user's `os._exit` raises there too. Under a launcher such as torchrun, see launched.py.
     """
     _open_standard_files()
-    is_launched = AGENT in os.environ or (RANK in os.environ and any(ENGINE in word for word in sys.argv))
-    if is_launched or not sys.platform.startswith("linux") or _has_used_jax() or threading.active_count() > 1:
+    is_launched = launched.AGENT in os.environ or (RANK in os.environ and any(ENGINE in word for word in sys.argv))
+    if not sys.platform.startswith("linux") or _has_used_jax() or threading.active_count() > 1:
         exits.install_alone()
-        if AGENT in os.environ and sys.platform.startswith("linux"):
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal
-            orphans.tie(os.getppid(), signal.SIGHUP)  # until the ranks themselves watch their agent
         return call() or 0
     try:
         os.getcwd()
     except OSError:  # libraries of torch end a process there
-        _complain("the working folder has been removed; change to one that is there")
+        complain("the working folder has been removed; change to one that is there")
         return USAGE
     with contextlib.ExitStack() as files:
         try:
             stack, file = (files.enter_context(tempfile.TemporaryFile(mode)) for mode in ("w+", "w+b"))
         except OSError as error:
-            _complain(f"no temporary file can be made: {error.strerror}; set TMPDIR to a folder that can be written")
+            complain(f"no temporary file can be made: {error.strerror}; set TMPDIR to a folder that can be written")
             return USAGE
         try:
+            if is_launched:
+                return launched.Rank(call, Journal(file)).status()
             return _Command(call, stack, Journal(file)).status()
         except OSError as error:  # a limit of processes or of memory; a child that runs ends with this process
-            _complain(f"the process of the command cannot be started or watched: {error.strerror}")
+            complain(f"the process of the command cannot be started or watched: {error.strerror}")
             return USAGE
 
 
@@ -185,14 +180,14 @@ class _Command:
                 return self._as_asked(self.asked or -death.exit_code, death)
             if death.exit_code == -signal.SIGPIPE and key is None:
                 return UNREAD
-            if key is None or key in lost or death.is_judged or self._journal.is_alone:
-                _complain(str(self._cause(death)))
+            if key is None or key in lost or death.is_judged:
+                complain(str(self._cause(death)))
                 return RANK_FAILED
             lost.add(key)
 
     def _fork(self, death: Death | None) -> int:
         """A child that runs the command; after a death, it goes on where the dead child was."""
-        _flush()
+        flush()
         self._journal.start_child()
         self._words.beat(0.0)  # the next child begins with the sentence about the death of the last one
         child = os.fork()
@@ -244,12 +239,12 @@ class _Command:
     def _as_asked(self, number: int, death: Death) -> int:
         """End this command as the signal asks, after the child has ended for the same reason."""
         if death.why:
-            _complain(str(self._cause(death)))
+            complain(str(self._cause(death)))
         if number == signal.SIGINT:
             if death.exit_code != INTERRUPTED:  # else the child has printed the sentence
-                _complain(INTERRUPTED_SENTENCE)
+                complain(last_act.INTERRUPTED_SENTENCE)
             return INTERRUPTED
-        _complain(f"ended by {exits.signal_name(number)}; what was not printed was not judged")
+        complain(f"ended by {exits.signal_name(number)}; what was not printed was not judged")
         signal.signal(number, signal.SIG_DFL)
         os.kill(self._parent, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
@@ -276,14 +271,7 @@ class _Command:
             if death is not None and death.key is not None and cause is not None:
                 self._journal.lose(death.key, str(cause), None if isinstance(cause, str) else (cause, case))
             self._journal.read()
-            process = os.getpid()
-            status = _status_of(self._call)
-            _flush()
-            if os.getpid() == process:  # not a process that a user's code has forked and that came back here
-                self._words.judged(status)
-                status = _status_after_exit_functions(status)
-                _flush()
-                self._words.finish(status)
+            status = last_act.recorded(self._call, self._words)
         finally:
             exits.leave(status)
 
@@ -382,61 +370,3 @@ def _disown() -> None:
     """In a process that a user's code forks from the command: it has no verdict to record."""
     global table, words
     table = words = journal.current = None
-
-
-def _status_of(call: Callable[[], int | None]) -> int:
-    """The status of the command, however it ends; from then on, an interrupt is ignored."""
-    try:
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*PASSED_ON, signal.SIGCHLD))
-            return call() or 0
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _complain(INTERRUPTED_SENTENCE)
-        return INTERRUPTED
-    except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before
-        if isinstance(left.code, str):
-            _complain(left.code)
-            return RANK_FAILED
-        return left.code or 0
-    except BaseException as error:
-        traceback.print_exc()
-        _complain(f"internal error: {type(error).__name__}")
-        return INTERNAL
-
-
-def _status_after_exit_functions(status: int) -> int:
-    """Run the `atexit` functions; if one exits, which would replace the verdict, report it and return 3."""
-    exited: list[str] = []
-    previous_hook = sys.unraisablehook
-
-    def hook(lost: Any) -> None:
-        if not isinstance(lost.exc_value, SystemExit):
-            previous_hook(lost)
-            return
-        from shardproof.engines.ledger import at_users_line
-
-        message = f": {lost.exc_value}" if lost.exc_value.args else ""
-        exited.append(f"an atexit function raised SystemExit{at_users_line(lost.exc_value)}{message}")
-
-    sys.unraisablehook = hook
-    atexit._run_exitfuncs()
-    sys.unraisablehook = previous_hook
-    for sentence in exited:
-        _complain(f"{sentence}; all verdicts were printed before")
-    return RANK_FAILED if exited else status
-
-
-def _complain(sentence: str) -> None:
-    if sys.stderr is not None:  # else `print` would take standard output
-        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
-            print(f"shardproof: {sentence}", file=sys.stderr)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed by the process that started this one
-            with contextlib.suppress(OSError, ValueError):  # or its reader has left, or a user's code has closed it
-                stream.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -157,12 +158,13 @@ def complain(sentence: str) -> None:
 
     from shardproof.report.sentence import Sentence
 
-    console = Console(stderr=True, soft_wrap=True)
-    with console.capture() as captured:  # left to itself, rich would exit with 1 where nobody reads
-        console.print(Sentence(f"shardproof: {sentence}", style="red"))
+    # Left to itself, rich would raise where the disk is full, and exit with 1 where nobody reads.
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=Console(stderr=True).is_terminal, soft_wrap=True)
+    console.print(Sentence(f"shardproof: {sentence}", style="red"))
     if sys.stderr is not None:  # closed by the process that started this one
         with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
-            sys.stderr.write(captured.get())
+            sys.stderr.write(text.getvalue())
             sys.stderr.flush()
 
 
@@ -186,11 +188,20 @@ def own_output() -> Iterator[None]:
                 with contextlib.suppress(Exception):  # a stream of a user's code may raise anything
                     stream.flush()
         finally:  # also if the reader of standard output has closed it
-            sys.stdout, sys.stderr = before
             for number, copy in copies.items():
                 with contextlib.suppress(OSError):  # a user's code has closed it too
                     os.dup2(copy, number)
                     os.close(copy)
+            sys.stdout, sys.stderr = (_opened(stream, number) for number, stream in enumerate(before, start=1))
+
+
+def _opened(stream: Any, number: int) -> Any:
+    """The stream, or one on its file descriptor if a user's code has closed it, as by `sys.__stdout__.close()`."""
+    if not getattr(stream, "closed", False):
+        return stream
+    raw = io.FileIO(number, "w", closefd=False)
+    again = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
+    return _Reader(again) if isinstance(stream, _Reader) else again
 
 
 class _Unread(BaseException):

@@ -6,6 +6,7 @@ from shardproof.declare import discover
 from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
 from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
+from shardproof.report.guard import own_output
 from shardproof.report.out_path import check_writable
 from shardproof.tracing import show
 from shardproof.tracing.pair import Pair, traced_pair
@@ -21,8 +22,11 @@ def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet:
     check_writable(json=json)
     bridge.start()
     console, done = show.console(json), []
-    for name, pair in pairs_of_file(file).items():
-        done.append(_report_of(name, pair, dtype))
+    with own_output():
+        pairs = pairs_of_file(file)
+    for name, pair in pairs.items():
+        with own_output():
+            done.append(_report_of(name, pair, dtype))
         show.print_report(console, done[-1], is_whole, quiet)
     return show.write(done, json)
 

@@ -27,6 +27,7 @@ from shardproof.engines.ledger import at_users_line
 from shardproof.judge import bridge
 from shardproof.judge.compare import K
 from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
+from shardproof.report.guard import own_output
 from shardproof.report.out_path import check_writable
 from shardproof.tracing import show
 from shardproof.tracing.comparison import Found, Line, lines, whole
@@ -71,17 +72,21 @@ def trace(question: Question, json: str | None, is_whole: bool, quiet: bool) -> 
     _check(question)
     check_writable(json=json)
     bridge.start()
+    with own_output():
+        report = _traced(question)
+    show.print_report(show.console(json), report, is_whole, quiet)
+    return show.write([report], json)
+
+
+def _traced(question: Question) -> show.TraceReport:
     twin = _twin(question)
     title = f"{question.sharded.partition('::')[2]}  {_mesh_text(question.mesh)}  {twin.dtype}"
     try:
         case = question.case(twin.dtype, twin.trace.shape)
         ranks = on_ranks(body, case, question.engine, quiet_s=QUIET_S).results
     except RankFailure as failure:
-        report = show.TraceReport(title, LIKE, failure=failure)
-    else:
-        report = _report(title, twin, ranks, question.mesh)
-    show.print_report(show.console(json), report, is_whole, quiet)
-    return show.write([report], json)
+        return show.TraceReport(title, LIKE, failure=failure)
+    return _report(title, twin, ranks, question.mesh)
 
 
 def body(mesh: Any, case: Any) -> Any:

@@ -51,21 +51,19 @@ class Ready:
         """The seconds so far; since the last look at most so many, because a late look was itself delayed."""
         now, delays = time.monotonic(), self._delays_now()
         elapsed = min(now - self._looked, most_s)
-        delayed = max((delay - self._delays.get(pid, delay) for pid, delay in delays.items()), default=0.0)
+        delayed = max((delay - self._delays.get(thread, delay) for thread, delay in delays.items()), default=0.0)
         self._seconds += max(elapsed - delayed, LEAST * elapsed)
         self._looked, self._delays = now, delays
         return self._seconds
 
-    def _delays_now(self) -> dict[int, float]:
-        return {pid: _delay(pid) for pid in _tree(self._pid)}
-
-
-def _delay(pid: int) -> float:
-    """The seconds for which the first thread of a process was ready and had no processor; 0 where nobody tells."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+    def _delays_now(self) -> dict[Path, float]:
+        """For each thread, the seconds for which it was ready and had no processor; none where nobody tells."""
+        delays: dict[Path, float] = {}
+        for pid in _tree(self._pid):
+            for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
+                    delays[file] = int(file.read_text().split()[1]) / 1e9
+        return delays
 
 
 def _fields(pid: int) -> list[str]:

@@ -39,6 +39,7 @@ from shardproof.declare.travel import dumps
 from shardproof.endings import exits
 from shardproof.endings.exit_status import RANK_FAILED, USAGE
 from shardproof.endings.raised import message_of
+from shardproof.engines import launched
 from shardproof.engines.creation import without_creations
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.ledger import Ledger, RunResult
@@ -61,14 +62,15 @@ def leave_with_agent() -> None:
         _watching[0].start()
 
 
-def _watch(agent: int) -> None:
-    while os.getppid() == agent:
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
         time.sleep(LOOK_S)
-    leave(f"the torchrun agent of this host (process {agent}) has ended, and its ranks with it")
+    leave(f"the torchrun agent of this host (process {launched.agent or parent}) has ended, and its ranks with it")
 
 
 def _terminated(*_: object) -> NoReturn:
     """torchrun ends the ranks of a host after one has died: they report where they are."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes from torchrun and from this process's parent
     member = Member.current
     _leave(f"rank {os.environ.get('RANK', '?')}: torchrun ends this job" if member is None else member.last_words())
 
@@ -119,6 +121,8 @@ def is_rank_zero() -> bool:
     Errors: ValueError if this process was not started by torchrun.
     """
     rank, world = place()  # before any file of schemes, which may change the environment
+    if launched.is_over:
+        return True
     leave_with_agent()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, _terminated)
@@ -138,6 +142,8 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
     NotRun if a rank still hangs in an earlier run.
     """
     global _leader, _failed
+    if launched.is_over:
+        raise NotRun("the job has ended")
     rank, world = place()
     if rank != 0:
         raise ValueError(f"engines.launch: rank {rank} called run; only rank 0 runs, the others serve")
@@ -179,6 +185,8 @@ def serve() -> int:
 def finish(status: int) -> None:
     """On rank 0: end the other ranks with this status; only the first call has an effect."""
     global _leader
+    if launched.is_over:
+        return
     if _leader is None and world_size() > 1:
         _leader = _with_store(partial(Leader, world_size()))  # nothing has run, and the others still wait
     if _leader is not None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.endings import exits
-from shardproof.engines import compiling
+from shardproof.engines import compiling, launched
 from shardproof.engines.failure import NotRun
 from shardproof.engines.ledger import line_of_thread
 from shardproof.engines.processes import orphans, server
@@ -75,7 +75,7 @@ def _folder_of_host(channel: Channel, rank: int) -> Path | None:
     name = f"folder/{environment().get('GROUP_RANK', '0')}"
     if int(environment().get("LOCAL_RANK", rank)) == 0:
         try:
-            channel.put(name, folder_of_job(os.getppid()))
+            channel.put(name, folder_of_job(launched.agent or os.getppid()))
         except OSError:
             channel.put(name, "")
     folder = channel.get(name)

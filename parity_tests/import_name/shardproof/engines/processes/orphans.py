@@ -60,12 +60,17 @@ def keep(parent: int, command: Sequence[str]) -> NoReturn:
             code = -signal.SIGTERM
     end()
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (-code,))
+        end_by(-code)
     os._exit(code)
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal that has ended its child, whose core is enough."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
 
 
 def _become(command: Sequence[str], mask: Iterable[int]) -> NoReturn:

@@ -1,0 +1,90 @@
+"""The end of a command in the process that runs it: its status, its `atexit` functions, and the record of both."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED
+from shardproof.endings.last_words import LastWords
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
+
+
+def recorded(call: Callable[[], int | None], words: LastWords) -> int:
+    """The status of the command, which the last line of this function tells its parent."""
+    process = os.getpid()
+    status = _status_of(call)
+    flush()
+    if os.getpid() == process:  # not a process that a user's code has forked and that came back here
+        words.judged(status)
+        status = _status_after_exit_functions(status)
+        flush()
+        words.finish(status)
+    return status
+
+
+def _status_of(call: Callable[[], int | None]) -> int:
+    """The status of the command, however it ends; from then on, an interrupt is ignored."""
+    try:
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (*PASSED_ON, signal.SIGCHLD))
+            return call() or 0
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        complain(INTERRUPTED_SENTENCE)
+        return INTERRUPTED
+    except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before
+        if isinstance(left.code, str):
+            complain(left.code)
+            return RANK_FAILED
+        return left.code or 0
+    except BaseException as error:
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exc()
+        complain(f"internal error: {type(error).__name__}")
+        return INTERNAL
+
+
+def _status_after_exit_functions(status: int) -> int:
+    """Run the `atexit` functions; if one exits, which would replace the verdict, report it and return 3."""
+    exited: list[str] = []
+    previous_hook = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if not isinstance(lost.exc_value, SystemExit):
+            previous_hook(lost)
+            return
+        from shardproof.engines.ledger import at_users_line
+
+        message = f": {lost.exc_value}" if lost.exc_value.args else ""
+        exited.append(f"an atexit function raised SystemExit{at_users_line(lost.exc_value)}{message}")
+
+    sys.unraisablehook = hook
+    atexit._run_exitfuncs()
+    sys.unraisablehook = previous_hook
+    for sentence in exited:
+        complain(f"{sentence}; all verdicts were printed before")
+    return RANK_FAILED if exited else status
+
+
+def complain(sentence: str) -> None:
+    if sys.stderr is not None:  # else `print` would take standard output
+        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
+            print(f"shardproof: {sentence}", file=sys.stderr)
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by the process that started this one
+            with contextlib.suppress(OSError, ValueError):  # or its reader has left, or a user's code has closed it
+                stream.flush()

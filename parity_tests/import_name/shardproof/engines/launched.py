@@ -1,0 +1,112 @@
+"""A rank of a launcher such as torchrun, whose parent believes a status only if the rank has come to its end.
+
+torchrun takes a process that leaves with 0 for a success, and native code can leave so at any line. The parent stands
+between the launcher and the rank, and ends as the rank does, but with 3 for a 0 that the rank has not recorded. If rank
+0 dies, another process prints the verdicts so far, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from shardproof.endings import exits, journal
+from shardproof.endings.exit_status import INTERNAL, RANK_FAILED
+from shardproof.endings.journal import Journal
+from shardproof.endings.last_words import LastWords
+from shardproof.engines import last_act
+from shardproof.engines.last_act import PASSED_ON, complain, flush
+from shardproof.engines.processes import orphans
+
+AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
+TICK_S = 0.5
+PATIENCE_S = 25.0  # torchrun kills what has not ended 30 s after it was asked to
+ORPHANS_S = 2.0  # how long the processes of an ended rank get to end by themselves
+
+agent: int | None = None  # the launcher, in a rank that has a parent of this module
+is_over = False  # this process prints the verdicts of a rank 0 that has died
+
+
+class Rank:
+    """The parent of one rank."""
+
+    def __init__(self, call: Callable[[], int | None], record: Journal) -> None:
+        self._call, self._journal, self._words = call, record, LastWords()
+        self._agent, self._parent = os.getppid(), os.getpid()
+
+    def status(self) -> int:
+        """How the rank has ended; where a signal has ended it, this process ends by the same one."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        orphans.adopt()
+        orphans.tie(self._agent, signal.SIGCHLD)  # ends the wait, as the end of a child does
+        code = self._exit_code(sentence="")
+        if self._words.finished is not None and code >= 0:
+            return self._words.finished
+        from shardproof.engines.processes.root_cause import ending  # now: other ranks' parents need no torch
+
+        sentence = f"died: rank {os.environ.get('RANK', '0')} {ending(code)} before it reported"
+        if self._journal.begun is not None and code != RANK_FAILED and -code not in PASSED_ON:
+            self._exit_code(sentence)
+            if self._words.finished is None:
+                complain(f"{sentence}; what was judged before could not be printed")
+            return RANK_FAILED if self._words.finished is None else self._words.finished
+        if code == 0:
+            complain(sentence)
+        if code < 0:
+            orphans.end_by(-code)
+        return code or RANK_FAILED
+
+    def _exit_code(self, sentence: str) -> int:
+        """Run the command, or tell its verdicts after it has died as `sentence` says; minus N for signal N."""
+        others = orphans.children()
+        flush()
+        key = self._journal.begun
+        self._journal.start_child()
+        child = os.fork()
+        if child == 0:
+            self._run(sentence, key)
+        code: int | None = None
+        ends = math.inf
+        while code is None:
+            received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), TICK_S)
+            if received is not None and received.si_signo == signal.SIGTERM:
+                os.kill(child, signal.SIGTERM)  # a launcher sends the other signals to the whole group of processes
+                ends = min(ends, time.monotonic() + PATIENCE_S)
+            if sentence and time.monotonic() > ends:
+                os.kill(child, signal.SIGKILL)
+            if os.getppid() != self._agent:
+                exits.leave(RANK_FAILED)  # the rank is told by the end of this process
+            ended, status = os.waitpid(child, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if ended else None
+        orphans.end(but=others, grace_s=ORPHANS_S)
+        return code
+
+    def _run(self, sentence: str, key: str | None) -> NoReturn:
+        global agent, is_over
+        status = INTERNAL
+        try:
+            agent, is_over = self._agent, bool(sentence)
+            self._words.clear()
+            exits.install_alone()
+            if is_over:
+                # The launcher ends the ranks after one has died, and has patience before it kills them.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            is_watchful = AGENT in os.environ and not is_over
+            if is_watchful:
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal
+            # A rank of torchrun soon watches its parent itself, and has a last word.
+            orphans.tie(self._parent, signal.SIGHUP if is_watchful else signal.SIGKILL)
+            journal.current = self._journal
+            if key is not None:
+                self._journal.lose(key, sentence)
+            self._journal.read()
+            status = last_act.recorded(self._call, self._words)
+        finally:
+            if os.getppid() == self._parent:  # else the launcher would wait for ever for one that is stopped
+                os.kill(self._parent, signal.SIGCONT)
+            exits.leave(status)
