@@ -24,8 +24,8 @@ the command ended before it could answer. The cause is followed by the parts (ra
 line) that the sentence does not name.
 
 On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
-command with it: its parent, which waits for it, says where the ranks were. A wrong return value has no operation or line, so
-the sentence names only the rank. The last kinds are whole commands, which need a verdict and a status.
+command with it: its parent, which waits for it, says where the ranks were. A wrong return value has no operation or
+line, so the sentence names only the rank. The last kinds are whole commands, which need a verdict and a status.
 
 {written_by}
 It also writes the code of each kind and every sentence that is printed into `build/failures.md`.
