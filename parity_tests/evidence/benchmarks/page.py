@@ -26,13 +26,14 @@ projects are for.
 
 {on}"""
 PROMISES = "## What is promised, and against whom"
-OF_PROMISES = "A dash: the promise is a number of seconds, bytes or failures, and no other code is timed beside it."
+OF_PROMISES = "A dash: the promise is an absolute number, and no other code is timed beside it."
 AGAINST = re.compile(r"(?:\bover|\btimes|% of the) ([A-Za-z].*?)(?:,|$)")  # in a figure's name or promise
 CHART = "logprob, bfloat16"  # the rows of the chart
 CHART_HEAD = "## Log-probability, ours and others\n\nCPU time of {conditions}; shorter is better."
 MISSED = "## Missed"
 SIZE = re.compile(r"\w+=")  # the size of a dim, whose name stays as it is
-BAR = 40  # characters of the longest bar
+BAR = 16  # characters of the longest bar, which fit beside names and times on a phone
+EIGHTHS = ("", *"▏▎▍▌▋▊▉")
 ARM = re.compile(r"^(?P<group>[^:]+): (?P<name>ours.*|.+)$")
 MARKS = {True: "kept", False: "**missed**", None: "-"}
 
@@ -145,15 +146,15 @@ def _chart(figures: Sequence[Figure]) -> str:
     arms = sorted((arm for arm in _arms(figures) if arm.group == CHART), key=lambda arm: arm.milliseconds)
     if not arms:
         return ""
-    longest, width = arms[-1].milliseconds, max(len(arm.name) for arm in arms)
-    digits = len(f"{longest:,.0f}")
-    # Times come before the bars: a narrow window cuts the end of a line.
-    bars = (
-        f"{arm.name:{width}}  {time:{digits},.0f} ms {'█' * max(round(BAR * time / longest), 1)}"
-        for arm, time in ((arm, arm.milliseconds) for arm in arms)
-    )
+    rows = [(arm.name, f"{arm.milliseconds:,.0f} ms", _bar(arm.milliseconds / arms[-1].milliseconds)) for arm in arms]
     head = CHART_HEAD.format(conditions=arms[0].figure.how.partition("; ")[0])
-    return joined(head, "```text\n" + "\n".join(bars) + "\n```")
+    return joined(head, markdown_table(("implementation", "CPU time", ""), rows))
+
+
+def _bar(part: float) -> str:
+    """A bar of this part of the longest one, in eighths of a character."""
+    whole, eighths = divmod(max(round(8 * BAR * part), 1), 8)
+    return "\N{FULL BLOCK}" * whole + EIGHTHS[eighths]
 
 
 def _conditions(figures: Sequence[Figure]) -> str:

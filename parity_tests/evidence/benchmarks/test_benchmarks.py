@@ -105,7 +105,7 @@ def test_a_section_measured_on_the_same_machine_does_not_repeat_it():
 
 def test_implementations_of_one_work_have_a_bar_and_a_row_each():
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Peers", ARMS),)))
-    assert f"ours     50 ms {'█' * 20}\ntheirs  100 ms {'█' * 40}\n" in page
+    assert f"| ours | 50 ms | {'█' * 8} |\n| theirs | 100 ms | {'█' * 16} |\n" in page
     assert "**logprob, bfloat16**: of two ranks; n=7." in page
     assert "| ours | 50 ms | 1 | 1.13 | 1 all_gather | 768 | 0.5 | kept |" in page
     assert "| theirs | 100 ms | 2 | not seen | not seen |  | 3 | - |" in page
