@@ -17,6 +17,7 @@ from shardproof.declare.discover import schemes_of_file
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
 PAGE = "docs/how-to/verify-your-own-scheme.md"
+READING = "docs/how-to/read-a-failure.md"  # explains the first report of PAGE
 LONGEST = 60  # lines of a working file
 
 
@@ -91,6 +92,11 @@ def test_the_page_has_the_printed_report(mistake):
 
 
 @pytest.mark.slow
+def test_the_page_on_reading_has_the_same_report():
+    report = next(block.text for block in blocks(READING) if block.language == "text")
+    assert report == next(block.text for block in blocks(PAGE) if "MISMATCH" in block.text)
+
+
 def test_the_page_has_the_printed_report_of_the_right_file():
     (scheme,) = schemes_of_file(str(mistakes.RIGHT))
     assert comparable(str(scheme.verify(examples=20))) in [comparable(block.text) for block in blocks(PAGE)]

@@ -1,6 +1,7 @@
 """The page of the command line, the examples under --help, and the options and JSON that both describe."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from shardproof.training import run, show
 from shardproof.training.judged import Judged, Row
 
 VERBS = typer.main.get_command(app).commands
-WIDE = "200"
+NARROW = "80"  # columns
 # Maps by the user's names: their keys do not belong to the shape.
 BY_NAME = {
     "scalars",
@@ -69,14 +70,23 @@ def test_an_example_is_a_command(line):
 @pytest.mark.fast_values(5)
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_has_examples_and_statuses(shardproof, verb, monkeypatch):
-    monkeypatch.setenv("COLUMNS", WIDE)
-    monkeypatch.setenv("TERMINAL_WIDTH", WIDE)
+    monkeypatch.setenv("COLUMNS", NARROW)
+    monkeypatch.setenv("TERMINAL_WIDTH", NARROW)
     status, out, _ = shardproof(verb, "--help")
     assert status == 0 and 1 <= len(EXAMPLES[verb]) <= 3
-    assert all(f"\n    {line}\n" in out for line in EXAMPLES[verb])
+    assert [line for line in out.splitlines() if len(line) > int(NARROW)] == []
+    unfolded = re.sub(r" \\\n +", " ", out)  # as a shell joins lines
+    assert all(f"\n    {line}\n" in unfolded for line in EXAMPLES[verb])
     statuses = STATUS if verb in JUDGING else {2: STATUS[2]}
-    assert all(f"{number}  {what}" in out for number, what in statuses.items())
+    assert all(f"{number} {what}" in " ".join(out.split()) for number, what in statuses.items())
     assert shardproof(verb, "-h")[1] == out
+
+
+def test_the_list_of_verbs_cuts_no_sentence(shardproof, monkeypatch):
+    monkeypatch.setenv("COLUMNS", NARROW)
+    monkeypatch.setenv("TERMINAL_WIDTH", NARROW)
+    out = shardproof("--help")[1]
+    assert "..." not in out.partition("Commands:")[2] and max(map(len, out.splitlines())) <= int(NARROW)
 
 
 def test_help_names_every_value():

@@ -20,7 +20,7 @@ NOT_HERE = {
     r"pip install .*": "makes an environment; the Makefile's targets do it with the same extras",
     r"python -m venv .*|uv .*|conda .*|\. \.venv/bin/activate": "makes an environment, as pip install does",
     r"export .*": "of the line after it",
-    r"(shardproof verify|pytest) my_linear\.py.*|python replay_32799c1b\.py": "test_quickstart.py",
+    r"(shardproof verify|pytest) my_linear\.py.*|python replay_c2f3370c\.py": "test_quickstart.py",
     r"(\.venv/bin/)?python -m pytest .*": "the suite itself",
     r"python -m parity_tests\.evidence\.injected_bugs .*": "test_catalogue.py injects some of them, `make bugs` all",
     r"python -m parity_tests\.evidence\.benchmarks .*": "`make bench`",

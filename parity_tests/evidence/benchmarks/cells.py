@@ -7,6 +7,7 @@ A measured text is a value, then parts with a name each: `0.69 times, by round .
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from parity_tests.evidence.benchmarks.figure import Figure
@@ -56,8 +57,10 @@ def _number(text: str) -> str:
 
 def reason(figure: Figure) -> str:
     """Where the time of a figure goes, as far as its run recorded it."""
-    profile = [(name.strip(), int(share)) for name, share in PROFILE.findall(figure.how)]
-    named = [f"{_function(name)} {share}%" for name, share in profile if share >= LEAST_SHARE][:MOST_NAMED]
+    profile: Counter[str] = Counter()
+    for name, share in PROFILE.findall(figure.how):
+        profile[_function(name.strip())] += int(share)
+    named = [f"{name} {share}%" for name, share in profile.most_common(MOST_NAMED) if share >= LEAST_SHARE]
     if named:
         return f"its time: {', '.join(named)}"
     shares = [clause for clause in figure.how.split("; ") if SHARES.fullmatch(clause)]
@@ -65,5 +68,5 @@ def reason(figure: Figure) -> str:
 
 
 def _function(name: str) -> str:
-    """The name that a profile has for an operation; a compiled graph has a hash there."""
-    return "a compiled graph" if "CompiledFxGraph" in name else f"`{name.rpartition('::')[2]}`"
+    """The name that a profile has for an operation; compiled graphs have a hash there, and count together."""
+    return "compiled graphs" if "CompiledFxGraph" in name else f"`{name.rpartition('::')[2]}`"

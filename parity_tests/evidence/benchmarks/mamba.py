@@ -30,6 +30,7 @@ from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.mamba_loop import loop_post, loop_pre
 from parity_tests.evidence.benchmarks.operations import costliest
 from parity_tests.evidence.benchmarks.ranks import found_by
+from shardproof.declare.counted import counted
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 from torch_impl.mamba.all_to_all import _all_to_all
 
@@ -80,7 +81,7 @@ def _beside_the_loop(count: int, seconds: dict[str, list[float]], how: str) -> I
     times = {"with its exchange": f"; the exchange alone {bound:.3g}; {spread([1e3 * each for each in ours])} ms"}
     for name, faster in is_kept.items():
         yield Figure(
-            f"Mamba2 in and out, {count} sequences, {name}",
+            f"Mamba2 in and out, {counted(count, 'sequence')}, {name}",
             "-" if promised is None else f">= {promised:.0f} times a loop",
             f"{spread(faster)} times faster than a loop" + times.get(name, ""),
             None if promised is None else statistics.median(faster) >= promised,
@@ -93,7 +94,7 @@ def _over_the_exchange(count: int, seconds: dict[str, list[float]], operations: 
     ours, wire = statistics.median(seconds["ours"]), statistics.median(seconds["wire"])
     is_kept = ours / wire <= OVER_EXCHANGE
     return Figure(
-        f"Mamba2 in and out, {count} sequences, over its exchange alone",
+        f"Mamba2 in and out, {counted(count, 'sequence')}, over its exchange alone",
         f"<= {OVER_EXCHANGE:.0f} times",
         f"{ours / wire:.3g} times; {1e3 * ours:.3g} ms over {spread([1e3 * each for each in seconds['wire']])} ms",
         is_kept,

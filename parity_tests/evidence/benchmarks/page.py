@@ -17,16 +17,23 @@ from parity_tests.evidence.page import joined, markdown_table, versions
 
 HEAD = """# Benchmarks
 
-Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). Ratios are taken between arms of one
-run, in turn, so that the machine's load meets both; absolute times are this machine's. A figure is a median; its
-spread, conditions and profile stand in [benchmarks.json](benchmarks.json). `make bench` measures all of them, and
-`python -m parity_tests.evidence.benchmarks --only` one section, whose date then stands there.
+Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). Both sides of a ratio run in turn, so
+that the machine's load meets both; an absolute time is for this machine alone. A figure is a median; its spread,
+conditions and profile stand in [benchmarks.json](benchmarks.json). `make bench` measures all of them, and
+`python -m parity_tests.evidence.benchmarks --only` one section, whose date then stands there. An error is in
+[budgets](concepts/tolerance-and-budget.md): 1 is what rounding may explain. [Peers](peers.md) says what the other
+projects are for.
 
 {on}"""
+PROMISES = "## What is promised, and against whom"
+OF_PROMISES = "A dash: the promise is an absolute number, and no other code is timed beside it."
+AGAINST = re.compile(r"(?:\bover|\btimes|% of the) ([A-Za-z].*?)(?:,|$)")  # in a figure's name or promise
 CHART = "logprob, bfloat16"  # the rows of the chart
 CHART_HEAD = "## Log-probability, ours and others\n\nCPU time of {conditions}; shorter is better."
 MISSED = "## Missed"
-BAR = 40  # characters of the longest bar
+SIZE = re.compile(r"\w+=")  # the size of a dim, whose name stays as it is
+BAR = 16  # characters of the longest bar, which fit beside names and times on a phone
+EIGHTHS = ("", *"▏▎▍▌▋▊▉")
 ARM = re.compile(r"^(?P<group>[^:]+): (?P<name>ours.*|.+)$")
 MARKS = {True: "kept", False: "**missed**", None: "-"}
 
@@ -61,16 +68,44 @@ def text(run: Run) -> str:
         promised=sum(count.values()),
         on=run.on,
     )
-    sections = (joined(f"## {section.title}", _measured_apart(section), *_tables(section)) for section in run.sections)
-    return joined(head, _chart(figures), _missed(missed), *sections, f"The run took {run.seconds:.0f} s.")
+    sections = (
+        joined(f"## {section.title}", _measured_apart(section, run.on), *_tables(section)) for section in run.sections
+    )
+    parts = (_chart(figures), _promises(run.sections), _missed(missed), *sections)
+    return joined(head, *parts, f"The run took {run.seconds:.0f} s.")
 
 
 def _anchor(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
-def _measured_apart(section: Section) -> str:
-    return f"Measured apart, {section.on}" if section.on else ""
+def _measured_apart(section: Section, on: str) -> str:
+    """When and where a section was measured apart; machine and versions only where they differ from the run."""
+    if not section.on:
+        return ""
+    (day, there), (_, here) = (each.split(": ", 1) for each in (section.on, on))
+    (machine, load), of_run = there.rsplit(". ", 1), here.rsplit(". ", 1)[0]
+    return f"Measured apart, {day}: {'machine and versions as above' if machine == of_run else machine}. {load}"
+
+
+def _promises(sections: Sequence[Section]) -> str:
+    """A row for each section: who it is compared with, and how many of its promises are kept."""
+    rows = [
+        (
+            f"[{section.title}](#{_anchor(section.title)})",
+            _peers(section),
+            *map(str, (met.count(True), met.count(False))),
+        )
+        for section in sections
+        if (met := [figure.is_met for figure in section.figures if figure.is_met is not None])
+    ]
+    return joined(PROMISES, OF_PROMISES, markdown_table(("part", "against", "kept", "missed"), rows)) if rows else ""
+
+
+def _peers(section: Section) -> str:
+    promised = [figure for figure in section.figures if figure.is_met is not None]
+    named = [found[1] for figure in promised for found in map(AGAINST.search, (figure.name, figure.promised)) if found]
+    return ", ".join(dict.fromkeys(name for name in named if name != "ours")) or "-"
 
 
 def _missed(missed: Sequence[tuple[Section, Figure]]) -> str:
@@ -111,15 +146,15 @@ def _chart(figures: Sequence[Figure]) -> str:
     arms = sorted((arm for arm in _arms(figures) if arm.group == CHART), key=lambda arm: arm.milliseconds)
     if not arms:
         return ""
-    longest, width = arms[-1].milliseconds, max(len(arm.name) for arm in arms)
-    digits = len(f"{longest:,.0f}")
-    # Times come before the bars: a narrow window cuts the end of a line.
-    bars = (
-        f"{arm.name:{width}}  {time:{digits},.0f} ms {'█' * max(round(BAR * time / longest), 1)}"
-        for arm, time in ((arm, arm.milliseconds) for arm in arms)
-    )
+    rows = [(arm.name, f"{arm.milliseconds:,.0f} ms", _bar(arm.milliseconds / arms[-1].milliseconds)) for arm in arms]
     head = CHART_HEAD.format(conditions=arms[0].figure.how.partition("; ")[0])
-    return joined(head, "```text\n" + "\n".join(bars) + "\n```")
+    return joined(head, markdown_table(("implementation", "CPU time", ""), rows))
+
+
+def _bar(part: float) -> str:
+    """A bar of this part of the longest one, in eighths of a character."""
+    whole, eighths = divmod(max(round(8 * BAR * part), 1), 8)
+    return "\N{FULL BLOCK}" * whole + EIGHTHS[eighths]
 
 
 def _conditions(figures: Sequence[Figure]) -> str:
@@ -170,7 +205,7 @@ def _table(figures: Sequence[Figure]) -> Iterator[str]:
     if not figures:
         return
     if shared := _conditions(figures):
-        yield f"{shared[0].upper()}{shared[1:]}."
+        yield f"{shared if SIZE.match(shared) else shared[0].upper() + shared[1:]}."
     cells = [cells_of(figure) for figure in figures]
     ours = "ours" if any(each.peer for each in cells) else "also"
     columns = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity_tests.evidence.benchmarks.cells import cells_of
+from parity_tests.evidence.benchmarks.cells import cells_of, reason
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.page import text
 from parity_tests.evidence.benchmarks.stored import Run, Section, read, whole_run, with_section, write
@@ -48,6 +48,7 @@ def test_a_spread_is_median_least_and_greatest():
     assert spread([3.0, 1.0, 2.0], " s") == "2 s (1 to 3)"
 
 
+GRAPHS = "## Call CompiledFxGraph ab12 ## 44% in 5 calls, ## Call CompiledFxGraph cd34 ## 37% in 5 calls"
 PROFILE = "mm 61% in 2 calls, c10d::send 30% in 1 calls, add 9% in 1 calls"
 SLOW = "0.6 times, by round 0.7 (0.5 to 1.2e+03); ours 2.33e+03 (1 to 3) ms; peer 9 (8 to 9) ms"
 FIGURES = (
@@ -65,7 +66,7 @@ ARMS = (
 
 
 def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
-    page = text(Run("2026-01-01: here.", 7.0, (Section("Times", FIGURES),)))
+    page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", FIGURES),)))
     assert page.startswith("# Benchmarks\n\nOf 2 promised figures 1 are kept and [1 are missed](#missed).")
     assert "| [late](#times) | <= 0.5 times | 0.6 times | its time: `mm` 61%, `send` 30% |" in page
     assert page.index("## Missed") < page.index("## Times\n\nOnce.\n")
@@ -75,9 +76,36 @@ def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
     assert page.endswith("The run took 7 s.\n")
 
 
+def test_compiled_graphs_of_one_profile_count_together():
+    figure = Figure("compiled", "<= 0.4 times", "0.5 times", False, f"once; {GRAPHS}, mm 11% in 5 calls")
+    assert reason(figure) == "its time: compiled graphs 81%, `mm` 11%"
+
+
+def test_a_page_says_what_each_section_is_compared_with():
+    def figure(name, promised, is_met=True):
+        return Figure(name, promised, "1 times", is_met, "s=64 v=8; once")
+
+    ring = Section(
+        "Ring", (figure("ring over 2 ranks", "<= 1.15 times SDPA's"), figure("dispatch over wire, bf16", "less"))
+    )
+    kernel = Section(
+        "Kernel", (figure("triton", ">= 85% of the copy bound", False), figure("free over liger", "-", None))
+    )
+    page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (ring, kernel, Section("Gate", (figure("tests", "<= 3 s"),)))))
+    assert "| [Ring](#ring) | SDPA's, wire | 2 | 0 |\n| [Kernel](#kernel) | copy bound | 0 | 1 |" in page
+    assert "| [Gate](#gate) | - | 1 | 0 |" in page and "\n\ns=64 v=8; once.\n\n" in page
+
+
+def test_a_section_measured_on_the_same_machine_does_not_repeat_it():
+    run = Run("2026-01-01: a CPU; torch 2. Load: 1.0.", 7.0, ())
+    for there, printed in (("a CPU; torch 2", "machine and versions as above"), ("a GPU; torch 3", "a GPU; torch 3")):
+        page = text(with_section(run, Section("Times", FIGURES, f"2026-02-02: {there}. Load: 3.0.")))
+        assert f"\n\nMeasured apart, 2026-02-02: {printed}. Load: 3.0.\n\n" in page
+
+
 def test_implementations_of_one_work_have_a_bar_and_a_row_each():
-    page = text(Run("2026-01-01: here.", 7.0, (Section("Peers", ARMS),)))
-    assert f"ours     50 ms {'█' * 20}\ntheirs  100 ms {'█' * 40}\n" in page
+    page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Peers", ARMS),)))
+    assert f"| ours | 50 ms | {'█' * 8} |\n| theirs | 100 ms | {'█' * 16} |\n" in page
     assert "**logprob, bfloat16**: of two ranks; n=7." in page
     assert "| ours | 50 ms | 1 | 1.13 | 1 all_gather | 768 | 0.5 | kept |" in page
     assert "| theirs | 100 ms | 2 | not seen | not seen |  | 3 | - |" in page
@@ -92,25 +120,33 @@ def test_the_committed_page_is_that_of_the_committed_figures():
 
 
 def test_figures_are_stored_whole(tmp_path):
-    run = Run("2026-01-01: here.", 7.0, (Section("Times", FIGURES), Section("Peers", ARMS, "2026-01-02: there.")))
+    run = Run(
+        "2026-01-01: here. Load: 1.0.",
+        7.0,
+        (Section("Times", FIGURES), Section("Peers", ARMS, "2026-01-02: there. Load: 1.0.")),
+    )
     write(run, tmp_path / "figures.json")
     assert read(tmp_path / "figures.json") == run and read(tmp_path / "none.json") is None
 
 
 def test_what_cannot_run_here_stays_as_it_was_measured_elsewhere():
-    here = Section("Kernels", (Figure("kernel", "<= 2 s", "not run: needs CUDA", None, "-"),), "2026-01-03: here.")
-    there = Section("Kernels", (Figure("kernel", "<= 2 s", "1 s", True, "once"),), "2026-01-02: there.")
-    run = Run("2026-01-01: here.", 7.0, (here,))
-    assert whole_run([here], "2026-01-04: here.", 8.0, run).sections == (here,)
+    here = Section(
+        "Kernels", (Figure("kernel", "<= 2 s", "not run: needs CUDA", None, "-"),), "2026-01-03: here. Load: 1.0."
+    )
+    there = Section("Kernels", (Figure("kernel", "<= 2 s", "1 s", True, "once"),), "2026-01-02: there. Load: 1.0.")
+    run = Run("2026-01-01: here. Load: 1.0.", 7.0, (here,))
+    assert whole_run([here], "2026-01-04: here. Load: 1.0.", 8.0, run).sections == (here,)
     measured = with_section(run, there)
     assert measured.sections == (there,) and with_section(measured, here) == measured
-    assert whole_run([here], "2026-01-04: here.", 8.0, measured) == Run("2026-01-04: here.", 8.0, (there,))
-    assert "## Kernels\n\nMeasured apart, 2026-01-02: there.\n\nOnce.\n" in text(measured)
+    assert whole_run([here], "2026-01-04: here. Load: 1.0.", 8.0, measured) == Run(
+        "2026-01-04: here. Load: 1.0.", 8.0, (there,)
+    )
+    assert "## Kernels\n\nMeasured apart, 2026-01-02: there. Load: 1.0.\n\nOnce.\n" in text(measured)
 
 
 def test_a_section_is_measured_apart():
-    run = Run("2026-01-01: here.", 7.0, (Section("Times", FIGURES), Section("Peers", ARMS)))
-    later = Section("Times", ARMS, "2026-02-02: there.")
+    run = Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", FIGURES), Section("Peers", ARMS)))
+    later = Section("Times", ARMS, "2026-02-02: there. Load: 1.0.")
     assert with_section(run, later).sections == (later, run.sections[1])
-    sizes = Section("Sizes", FIGURES, "2026-02-02: there.")
+    sizes = Section("Sizes", FIGURES, "2026-02-02: there. Load: 1.0.")
     assert with_section(run, sizes) == Run(run.on, 7.0, (*run.sections, sizes))

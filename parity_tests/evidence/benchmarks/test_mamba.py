@@ -10,9 +10,9 @@ from parity_tests.evidence.benchmarks import mamba
 def test_figures_of_few_tokens():
     rows = list(mamba.figures(tokens=64, sequences=(1, 16), rounds=1))
     assert [figure.name.removeprefix("Mamba2 in and out, ") for figure in rows] == [
-        "1 sequences, with its exchange",
-        "1 sequences, order alone",
-        "1 sequences, over its exchange alone",
+        "1 sequence, with its exchange",
+        "1 sequence, order alone",
+        "1 sequence, over its exchange alone",
         "16 sequences, with its exchange",
         "16 sequences, order alone",
         "16 sequences, over its exchange alone",

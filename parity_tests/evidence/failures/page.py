@@ -16,15 +16,16 @@ ROOT = f"{Path(__file__).resolve().parents[3]}/"
 Matrix = Mapping[tuple[str, int], Sequence[Cell]]
 HEAD = """# What a failure says
 
-Kinds of failure on the engines of the columns. [Read a failure](how-to/read-a-failure.md) explains the sentences.
+Each row is a kind of failure, each column an engine and its number of ranks. [Read a
+failure](how-to/read-a-failure.md) explains the sentences.
 
 A cell is the cause that the sentence begins with. *done*: nothing failed there. *ended*: the process of
 the command ended before it could answer. The cause is followed by the parts (rank, operation,
 line) that the sentence does not name.
 
 On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
-command with it: its parent, which waits for it, says where the ranks were. Of a wrong return value the rank is all that
-there is to name. The last kinds are whole commands, which need a verdict and a status.
+command with it: its parent, which waits for it, says where the ranks were. A wrong return value has no operation or
+line, so the sentence names only the rank. The last kinds are whole commands, which need a verdict and a status.
 
 {written_by}
 It also writes the code of each kind and every sentence that is printed into `build/failures.md`.

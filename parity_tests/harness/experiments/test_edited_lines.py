@@ -279,6 +279,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("mesh['tp']", "mesh"),
         ("n if a else b", "b"),
         ("not a", "a"),
+        ("F.gelu(x)", "F.gelu(x, approximate='tanh')"),
         ("0", "rank"),
         ("layout.size", "layout.rank"),
         ("torch.arange(n)", "torch.arange(n) + mesh.rank() * n"),

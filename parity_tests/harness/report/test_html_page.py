@@ -228,6 +228,14 @@ def test_whatever_a_user_wrote_is_escaped():
         assert "\x1b" not in text and tree.all("h1")[0].text
 
 
+def test_code_in_a_note_is_set_as_code():
+    note = Note("right once my.py:28 has `a < b`, not `a`")
+    body = read(page([report_by_hand(notes={"out": (note,)})])).all("body")[0]
+    (item,) = body.all("li")
+    assert item.text == "out: right once my.py:28 has a < b, not a"
+    assert [code.text for code in item.all("code")] == ["a < b", "a"]
+
+
 def test_a_notebook_has_the_text_first(wrong):
     tree = read(wrong._repr_html_())
     assert tree.all("pre")[0].text == str(wrong)

@@ -320,6 +320,15 @@ def test_a_terminal_breaks_sentences_at_80_columns_below_their_beginning():
     assert file.file.getvalue() == note + "\n"
 
 
+def test_a_heading_of_80_columns_narrows_its_gaps_before_it_breaks():
+    heading = "vocab_parallel_logprob    tp=1 tp=2 tp=4   lockstep   20 examples   float32 bfloat16"
+    for width, printed in ((80, re.sub(" {3,}", "  ", heading)), (60, None)):
+        terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        terminal.print(Sentence(heading))
+        lines = terminal.file.getvalue().splitlines()
+        assert lines == [printed] if printed else len(lines) == 2 and lines[1].startswith("  ")
+
+
 def test_a_report_of_a_rank_that_raised_has_its_small_integers():
     """Ids and offsets, of which a function may reject a few values only."""
 

@@ -63,7 +63,7 @@ from shardproof.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
 from shardproof.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
-FAILS = "fails; shrinking"
+FAILS = "fails; shrinking:"
 VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
 MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 

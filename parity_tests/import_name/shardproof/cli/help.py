@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
+
+WIDTH = 78  # columns, behind the two by which typer indents it
+
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "verify": (
         "shardproof verify my_scheme.py --watch --html verdict.html",
@@ -82,12 +86,24 @@ JUDGING = ("verify", "replay", "train", "trace", "tour")
 
 def epilog(verb: str | None) -> str:
     """Examples of a verb, or of the command, and its exit statuses; a verb that judges can end with any of them."""
-    lines = ["\b", "Examples:", *(f"  {line}" for line in (EXAMPLES[verb] if verb else FIRST))]
+    lines = ["\b", "Examples:", *map(_example, EXAMPLES[verb] if verb else FIRST)]
     lines += ["", "\b", "Exit status:"]
     statuses = (
         STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 3, 70, 130, 141)}}
     )
-    return "\n".join([*lines, *(f"  {number:>3}  {what}" for number, what in statuses.items())])
+    return "\n".join([*lines, *(_folded(f"  {number:>3}  {what}", " " * 7) for number, what in statuses.items())])
+
+
+def _example(command: str) -> str:
+    """The command as a shell reads it: a backslash at the end of each line but the last."""
+    return _folded(f"  {command}", " " * 6, end=" \\")
+
+
+def _folded(line: str, below: str, end: str = "") -> str:
+    lines = textwrap.wrap(
+        line, WIDTH - len(end), subsequent_indent=below, break_long_words=False, break_on_hyphens=False
+    )
+    return f"{end}\n".join(lines)
 
 
 def versions() -> str:

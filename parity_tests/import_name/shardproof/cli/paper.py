@@ -61,7 +61,7 @@ def plan(
     ] = None,
     json: JsonPath = None,
 ) -> None:
-    """Plan the sharding of a model over a mesh of any size: placements, bytes and collectives; nothing runs."""
+    """Plan the sharding of a model over a mesh of any size. Prints placements, bytes, collectives; nothing runs."""
     from shardproof.cli import plan as dry
 
     dry.show(model, sizes(mesh, "--mesh"), tokens, options(option), json)

@@ -218,7 +218,8 @@ def _named_if_long(what: str, bar: Progress) -> Iterator[None]:
 
 
 def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: int, state: str) -> None:
-    bar.update(task, completed=done, total=total, description=f"{scheme} {state}".rstrip())
+    # The state comes first: a narrow terminal cuts the end.
+    bar.update(task, completed=done, total=total, description=f"{state} {scheme}".lstrip())
 
 
 def _expected_of(

@@ -11,12 +11,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from shardproof.cli.inferred import RETURN, Guess, from_annotations, from_run, is_about_the_mesh, tensor_names
 from shardproof.declare.case import LARGEST_WORLD, CaseSpec
 from shardproof.declare.discover import UnusableTarget
 from shardproof.engines.engines import run as on_ranks
 from shardproof.engines.failure import RankFailure
 from shardproof.report.out_path import check_writable, write_text
+from shardproof.report.sentence import Sentence
 from shardproof.tracing.sharded_rank import function_of
 
 QUIET_S = 120.0
@@ -97,7 +100,8 @@ def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int
     skeleton = Skeleton(target, str(path), axes, guesses)
     write_text(str(path), text(skeleton))
     open_specs = [f"the spec of {'the result' if each == RETURN else each}" for each in skeleton.open]
-    print(f"{path}: write {', '.join(['the reference', *open_specs])}; then shardproof verify {path}")
+    missing = ", ".join(["the reference", *open_specs])
+    Console().print(Sentence(f"{path}: write {missing}; then shardproof verify {path}"), soft_wrap=True)
     return 0
 
 

@@ -357,6 +357,10 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         keywords = [each for each in node.keywords if each.arg not in ("correction", "unbiased")]
         for count in (0, 1):
             yield LIKELY, ast.Call(node.func, node.args, [*keywords, ast.keyword("correction", ast.Constant(count))])
+    if ast.unparse(node.func).rpartition(".")[2] == "gelu" and all(each.arg != "approximate" for each in node.keywords):
+        # jax.nn.gelu is the approximation unless it is told otherwise
+        approximate = ast.keyword("approximate", ast.Constant("tanh"))
+        yield LIKELY, ast.Call(node.func, node.args, [*node.keywords, approximate])
 
 
 def _root(node: ast.expr) -> ast.expr | None:

@@ -19,7 +19,7 @@ from shardproof.engines.engines import engine_text
 from shardproof.engines.ledger import LedgerRow
 from shardproof.report.blamed_rows import blamed_rows
 from shardproof.report.bytes_table import bytes_table
-from shardproof.report.markup import as_text, tag
+from shardproof.report.markup import as_text, prose, tag
 from shardproof.report.movement_picture import movement
 from shardproof.report.page_style import in_notebook, style
 from shardproof.report.report import Report, mesh_text
@@ -73,7 +73,7 @@ def _table(named: Sequence[tuple[Report, str]]) -> Element:
             "tr",
             tag("td", tag("a", title, href=f"#{_anchor(title)}")),
             tag("td", _verdict(report)),
-            tag("td", _headline(report)),
+            tag("td", *prose(_headline(report))),
         )
         for report, title in named
     ]
@@ -93,7 +93,7 @@ def _section(report: Report, title: str) -> Element:
     return tag(
         "div",
         tag("h1", title, " ", _verdict(report)),
-        tag("p", _headline(report), class_="wrong") if not report.ok else None,
+        tag("p", *prose(_headline(report)), class_="wrong") if not report.ok else None,
         _blamed(report),
         _facts(report),
         *_notes(report),
@@ -150,11 +150,11 @@ def _facts(report: Report) -> Element:
 
 def _notes(report: Report) -> list[Element]:
     """All sentences about mistakes, by tensor."""
-    items = [tag("li", tag("b", label), ": ", note) for label, notes in report.notes.items() for note in notes]
+    items = [tag("li", tag("b", label), ": ", *prose(note)) for label, notes in report.notes.items() for note in notes]
     side_findings = (*report.protocol, *report.cost, *report.hygiene)
-    items += [tag("li", sentence) for sentence in side_findings]
+    items += [tag("li", *prose(sentence)) for sentence in side_findings]
     if report.failure is not None:
-        items += [tag("li", line) for line in str(report.failure).splitlines()]
+        items += [tag("li", *prose(line)) for line in str(report.failure).splitlines()]
     return [tag("h2", "What is wrong"), tag("ul", *items)] if items else []
 
 

@@ -39,6 +39,16 @@ def add(element: Element, children: Iterable[Child]) -> Element:
     return element
 
 
+def prose(text: str) -> list[Child]:
+    """The children for a sentence: what stands between two backticks is code.
+
+    >>> [as_text(each) if isinstance(each, Element) else each for each in prose("has `a < b`, not `a`")]
+    ['has ', '<code>a &lt; b</code>', ', not ', '<code>a</code>', '']
+    """
+    parts = re.split(r"`([^`\n]+)`", text)
+    return [tag("code", part) if number % 2 else part for number, part in enumerate(parts)]
+
+
 def svg(width: float, height: float, *children: Child, label: str, **attributes: object) -> Element:
     """A drawing with a text label for screen readers."""
     sizes = {"viewBox": f"0 0 {_clean(width)} {_clean(height)}", "width": width, "height": height}

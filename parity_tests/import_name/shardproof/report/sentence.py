@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import dataclass
 from typing import TextIO
@@ -27,6 +28,8 @@ class Sentence:
 
 
 def _wrapped(line: str, width: int) -> str:
+    if len(line) > width:  # columns of a heading move together before it is broken
+        line = re.sub(r"(?<=\S) {3,}", "  ", line)
     below = " " * (len(line) - len(line.lstrip()) + 2)
     lines = textwrap.wrap(line, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
