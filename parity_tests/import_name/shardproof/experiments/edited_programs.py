@@ -184,7 +184,7 @@ def _of_collectives(report: Report) -> Iterator[Edit]:
 def _operations(scheme: Declared, report: Report) -> dict[Operation, bool]:
     """The operations of rank 0, each with whether it reduces."""
     operations: dict[Operation, bool] = {}
-    verify_case(scheme, report.case, wrap_program=_in_mode(lambda mesh: Recorder(operations)))
+    verify_case(scheme, report.case, wrap_program=in_mode(lambda mesh: Recorder(operations)))
     return operations
 
 
@@ -194,7 +194,7 @@ def _of_writes(scheme: Declared, report: Report) -> Iterator[Edit]:
         if operation.name in WRITES:
             name = "the assignment" if operation.name == ASSIGNMENT else operation.name
             words = f"{name} at {operation.source} adds: of two values for one place only the last remains"
-            yield Edit(words, _in_mode(lambda mesh, each=operation: Writer(each)))
+            yield Edit(words, in_mode(lambda mesh, each=operation: Writer(each)))
 
 
 def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
@@ -234,7 +234,7 @@ def _collective_after(scheme: Declared, report: Report, together: Sequence[Opera
     backwards = (True, False) if any(arg.differentiable for arg in scheme.inputs) else (False,)
     for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else backwards):
         of_ranks, control = (
-            _in_mode(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
+            in_mode(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
             for of_equal_ranks in (False, True)
         )
         yield Edit(_words(together, axis), of_ranks, control)
@@ -260,7 +260,7 @@ def _words(together: Sequence[Operation], axis: str) -> str:
     return f"{what} is the {together[0].how} over all ranks of {axis}, not of each rank's own part"
 
 
-def _in_mode(mode_of: Callable[[Any], TorchFunctionMode]) -> Callable[[Program], Program]:
+def in_mode(mode_of: Callable[[Any], TorchFunctionMode]) -> Callable[[Program], Program]:
     """A wrapper that runs each rank's function in the mode that `mode_of` makes of its mesh."""
 
     def wrap(program: Program) -> Program:

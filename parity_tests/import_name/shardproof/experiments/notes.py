@@ -25,6 +25,7 @@ from shardproof.experiments import cases
 from shardproof.experiments.edited_inputs import name_edited_inputs
 from shardproof.experiments.edited_lines import name_edited_line
 from shardproof.experiments.edited_programs import name_edits, name_edits_of_two
+from shardproof.experiments.first_overflow import name_first_overflow
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
@@ -76,8 +77,10 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     notes = _of_the_call(report, notes)
-    # 3. The line of a collective, if repairing it makes the tensor right; the reference of each rank's own shard.
+    # 3. The line of a collective, if repairing it makes the tensor right; of the first NaN; the reference of each
+    # rank's own shard.
     notes = name_lines(scheme, report, failing, notes)
+    notes = name_first_overflow(scheme, report, notes)
     notes = name_own_shards(scheme, report, failing, notes)
     # 4. The small edit of the function that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
