@@ -95,6 +95,7 @@ def gated_by_the_other(mesh, x, gate, up):
     return torch.nn.functional.silu(x * up) * (x * gate)
 
 
+@pytest.mark.slow
 def test_two_inputs_that_are_exchanged_with_their_gradients():
     inputs, case = {"x": "n d/tp", "gate": "d/tp", "up": "d/tp"}, {"tp": 2, "n": 2, "d": 4}
     notes = first_notes(gated_by_the_other, gated, inputs, "n d/tp", case, nograd=())
@@ -110,6 +111,7 @@ def norm_without_the_last(mesh, w, b):
     return norm_of_all(mesh, w, b[:-1])
 
 
+@pytest.mark.fast_values(1)
 @pytest.mark.parametrize("function", [two_mistakes, norm_without_the_last])
 def test_no_note_where_no_single_edit_of_an_input_explains_the_result(function):
     case = {"tp": 2, "o": 4, "i": 2, "h": 3}
