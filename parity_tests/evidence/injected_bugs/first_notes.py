@@ -25,7 +25,12 @@ import typer
 
 from parity_tests.evidence.injected_bugs.headlines import Headlines, of_bug
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patched_text
+from shardproof.experiments.edited_inputs import REFERENCE_WITH
 from shardproof.experiments.edited_programs import RIGHT_ONCE
+
+# What an edit of the reference's inputs tells: another order of them, or a number.
+ORDERS = {"order", "sequence", "border", "group", "schedule"}
+NUMBERS = {"reduction", "group", "scale", "statistic", "tied"}
 
 # How a sentence begins or a part of it, and the kinds of mistakes that it can truly mean.
 MEANS = (
@@ -61,6 +66,7 @@ STATES = (
 )
 OF_A_LINE = "forward equal, gradient not: "  # a collective or a place that lacks a sum, or has one too many
 KINDS_OF_A_LINE = {"reduction", "group", "scale", "tied", "buffer", "schedule"}
+OF_A_NUMBER = r" (times|plus|minus|with the opposite sign)\b"  # of an edit of the reference's inputs
 NAMED_LINE = re.compile(r"[\w.]+\.py:\d+")
 UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
 ANYWHERE = (
@@ -86,6 +92,8 @@ def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
         return TRUE if kind in KINDS_OF_A_LINE else FALSE
     if note.startswith(STATES) or UNDECIDED in note:
         return NOTHING
+    if REFERENCE_WITH in note:
+        return TRUE if kind in (NUMBERS if re.search(OF_A_NUMBER, note) else ORDERS) else FALSE
     if any(words in note for words in ANYWHERE):
         return FALSE if kind == "precision" else TRUE
     return next((TRUE if kind in kinds else FALSE for words, kinds in MEANS if words in note), NOTHING)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, token_below, values
 from shardproof.experiments.alternatives import Names, alternatives
-from shardproof.experiments.edited_lines import DRAWN, DRAWN_FAILING, MOST_DRAWN, drawn_cases
+from shardproof.experiments.edited_lines import DRAWN, DRAWN_FAILING, MOST_DRAWN, ORDINARY, drawn_cases
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
 from shardproof.experiments.notes import check_notes
@@ -22,11 +22,12 @@ from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_reduce, ring_shift
 
 
-def first_note(function, reference, inputs, outputs, case, label="out", **more):
+def first_note(function, reference, inputs, outputs, case, label="out", kinds=None, **more):
     draw = {name: values("normal") for name in inputs}
     defaults = {"mesh": {"tp": (1, 2, 4)}, "draw": draw, "dtypes": ("float32",)}
     declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
-    report = verify_case(declaration, declaration.case(**case))
+    drawn = declaration.case(**case)
+    report = verify_case(declaration, drawn.replace(values={**drawn.values, **(kinds or {})}))
     assert report.verdict == "mismatch", str(report)
     return str(check_notes(declaration, report).notes[label][0])
 
@@ -255,7 +256,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
     )(a_row_too_many)
     case = declaration.case(tp=2, s=8, d=3)
     line = int(line_of(a_row_too_many, "rows <= 3").rpartition(":")[2])
-    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::3]
+    edits = [edit for edit in edits_of(running_functions(declaration, case), ["tp"]) if edit.line == line][::2]
     judged = [JudgedCase.of(declaration, case)]
     found = which_are_right(declaration, edits, judged, 60.0)
     assert found
@@ -321,3 +322,47 @@ def test_what_may_be_right_in_place_of_an_expression(written, right):
     node = ast.parse(written, mode="eval").body
     tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), unread))
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
+
+
+def in_the_first_order(mesh, x, keys):
+    order = keys.argsort(stable=True)
+    rows = x[order] * keys[order][:, None]
+    return rows[order]
+
+
+def test_an_order_that_is_applied_twice_in_place_of_undone():
+    note = first_note(
+        in_the_first_order,
+        lambda x, keys: x * keys[:, None],
+        {"x": "n d/tp", "keys": "n"},
+        "n d/tp",
+        {"tp": 2, "n": 5, "d": 4},
+        nograd=("x", "keys"),
+    )
+    line = line_of(in_the_first_order, "rows[order]")
+    assert note == f"{RIGHT_ONCE}{line} has `rows[order.argsort()]`, not `rows[order]`"
+
+
+def with_padded_columns(mesh, h, w):
+    padded = torch.nn.functional.pad(w, (0, 0, 0, -len(w) % 4))
+    scores = h @ padded.T
+    shift = scores.amax(-1, keepdim=True)
+    dist.all_reduce(shift, dist.ReduceOp.MAX, group=mesh["tp"])
+    total = (scores - shift).exp().sum(-1, keepdim=True)
+    dist.all_reduce(total, group=mesh["tp"])
+    return (total.log() + shift)[:, 0]
+
+
+def test_an_edit_is_tried_with_ordinary_values_if_the_right_function_overflows_with_others():
+    note = first_note(
+        with_padded_columns,
+        lambda h, w: jax.nn.logsumexp(h @ w.T, -1),
+        {"h": "n d", "w": "v/tp d"},
+        "n tp=I",
+        {"tp": 1, "n": 2, "d": 2, "v": 3},
+        kinds={"h": {"kind": "normal"}, "w": {"kind": "normal"}},
+        draw={},  # other cases have values of all kinds
+        nograd=("h", "w"),
+    )
+    line = line_of(with_padded_columns, "padded = ")
+    assert note.startswith(f"{RIGHT_ONCE}{line} has `w`, not ") and note.endswith(ORDINARY)

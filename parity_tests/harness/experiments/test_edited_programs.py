@@ -312,3 +312,29 @@ def test_no_collective_is_named_where_none_mends_the_function():
     line, summed_x = line_of(third_too_large, "4.0"), "all_reduce(x.sum(), mesh['tp'])"
     assert notes["out"] == [f"{RIGHT_ONCE}{line} has `{summed_x}`, not `4.0 / 3.0 * {summed_x}`"]
     assert notes["d/d x"] == [f"{RIGHT_ONCE}that line reads so"]
+
+
+def merged_by_the_larger_part(mesh, q, k, v):
+    scores = q @ k.T
+    norms = all_gather(scores.logsumexp(-1)[None], mesh["tp"], out="I")
+    parts = all_gather((scores.softmax(-1) @ v)[None], mesh["tp"], out="I")
+    merged, total = parts[0], norms[0]
+    for part, norm in zip(parts[1:], norms[1:], strict=True):
+        new = torch.maximum(total, norm)
+        merged = merged * (total - new).exp()[:, None] + part * (norm - new).exp()[:, None]
+        total = new
+    return merged
+
+
+def test_an_edit_of_one_line_comes_before_collectives_after_two_operations():
+    inputs = {"q": "t d", "k": "s/tp d", "v": "s/tp d"}
+    notes = notes_of(
+        merged_by_the_larger_part,
+        lambda q, k, v: jax.nn.softmax(q @ k.T, -1) @ v,
+        inputs,
+        "t d tp=I",
+        {"tp": 2, "t": 2, "d": 3, "s": 4},
+        nograd=tuple(inputs),
+    )
+    line = line_of(merged_by_the_larger_part, "maximum")
+    assert notes["out"][0].startswith(f"{RIGHT_ONCE}{line} has `torch.logaddexp(total, norm)`")

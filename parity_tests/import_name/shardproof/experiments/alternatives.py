@@ -241,6 +241,8 @@ def _of_name(node: ast.Name, parent: ast.AST, names: Names) -> Alternatives:
         yield from ((POSSIBLE, ast.BinOp(node, ast.Mult(), parsed(size))) for size in names.sizes())  # of all ranks
     elif kind == "slice":
         yield POSSIBLE, ast.Call(parsed("slice"), [ast.Constant(None)], [])
+    if kind == "tensor of integers, 1":  # an order in place of the one that undoes it
+        yield POSSIBLE, parsed(f"{node.id}.argsort()")
     if kind.startswith(NUMBERS):
         yield from _extended(node, parent, names)
 

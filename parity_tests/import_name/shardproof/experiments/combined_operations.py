@@ -31,6 +31,7 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "running sum": ("cumsum",),
     "bounded sum": ("clamp", "clamp_min"),
 }
+REFLECTED = {"__rdiv__": "div", "__rpow__": "pow"}  # of a number and a tensor
 SUM, BOUNDED = "sum", "bounded sum"
 HOW_OF = {name: how for how, names in STATISTICS.items() for name in names}
 SUMS = ("sum", "nansum", "count_nonzero", "bincount", "einsum", "matmul", "mm", "bmm", "linear", "dot")
@@ -58,11 +59,14 @@ class Operation:
         return HOW_OF.get(self.name, SUM)
 
 
-class _Mode(TorchFunctionMode):
+class Mode(TorchFunctionMode):
+    """Calls `run` for each torch function that a user's line calls."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "").removeprefix("linalg_")
+        name = REFLECTED.get(name, name)
         if name.startswith("__") and name not in WRITES:
             return func(*args, **(kwargs or {}))
         return self.run(func, Operation(name, *_place()), args, dict(kwargs or {}))
@@ -71,7 +75,7 @@ class _Mode(TorchFunctionMode):
         raise NotImplementedError
 
 
-class Recorder(_Mode):
+class Recorder(Mode):
     """Notes the operations of rank 0 that return a new tensor of numbers, and which of them reduce."""
 
     def __init__(self, operations: dict[Operation, bool]) -> None:
@@ -81,7 +85,7 @@ class Recorder(_Mode):
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         first = next((arg for arg in args if isinstance(arg, Tensor)), None)
-        value = _value_of(result)
+        value = value_of(result)
         if dist.get_rank() or not operation.source or first is None:
             return result
         if operation.name in WRITES:
@@ -95,7 +99,7 @@ class Recorder(_Mode):
         return result
 
 
-class Writer(_Mode):
+class Writer(Mode):
     """Adds where an operation writes, into zeros."""
 
     def __init__(self, edited: Operation) -> None:
@@ -114,7 +118,7 @@ class Writer(_Mode):
         return func(*args, **kwargs)
 
 
-class Combiner(_Mode):
+class Combiner(Mode):
     """Combines the ranks' results of some operations, each in its own way; `sums_gradients` is a sum's backward.
 
     With `of_equal_ranks` it takes this rank's result for the result of every rank. A run that this mends lacks a
@@ -141,7 +145,7 @@ class Combiner(_Mode):
         if operation.how == BOUNDED:
             return func(self._sum(args[0]), *args[1:], **kwargs)
         result = func(*args, **kwargs)
-        value = _value_of(result)
+        value = value_of(result)
         if value is None:
             return result
         if operation.how == "variance":
@@ -225,7 +229,7 @@ def _places(index: Any) -> tuple[Tensor, ...]:
     return tuple(parts) if are_ids else ()
 
 
-def _value_of(result: Any) -> Tensor | None:
+def value_of(result: Any) -> Tensor | None:
     """The tensor of numbers that an operation returns: `values` of a maximum along a dim."""
     first: Any = result[0] if isinstance(result, tuple) and result else result
     is_plain = type(first) in (Tensor, torch.nn.Parameter)

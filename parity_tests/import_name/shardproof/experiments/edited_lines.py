@@ -31,7 +31,7 @@ from shardproof.experiments.running_lines import Functions, running_functions
 from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import OBSERVED, Note
-from shardproof.explain.places import NO_PATTERN
+from shardproof.explain.places import NO_PATTERN, SAME_VALUES
 from shardproof.report.report import Report
 
 SEARCH_S = {UNREAD: 2.0, LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
@@ -42,6 +42,8 @@ MOST_LINES = 2  # that a note names
 THE_SAME = "that line reads so"  # of further tensors
 DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options, in which an edit must be right as well
 DRAWN_FAILING = 4  # of them: if fewer cases fail, an edit of a right line could mend them all
+MOST_ORDINARY = 12
+ORDINARY = "; tested with ordinary values"
 DRAWN_S = 4.0  # of computing for more than DRAWN of them
 Notes = Mapping[str, tuple[Note, ...]]
 
@@ -53,10 +55,10 @@ def name_edited_line(
     by_label = dict(notes)
     if len(failing) < MIN_FAILING or not can_fork() or any(map(_names_a_cause, _first(notes))):
         return by_label
-    edits = _edits(scheme, report, failing)
+    edits, where = _edits(scheme, report, failing)
     if not edits:
         return by_label
-    words = ", or once ".join(edit.words for edit in edits[:MOST_LINES])
+    words = ", or once ".join(edit.words for edit in edits[:MOST_LINES]) + where
     for number, (label, old_notes) in enumerate(notes.items()):
         named = Note(f"{RIGHT_ONCE}{THE_SAME if number else words}", OBSERVED)
         by_label[label] = (named, *(note for note in old_notes if not note.startswith(NO_PATTERN)))
@@ -68,24 +70,49 @@ def _first(notes: Notes) -> Iterable[Note]:
 
 
 def _names_a_cause(note: Note) -> bool:
-    """Whether a note names a line, a number with a meaning on every mesh, or a rounding that a wider dtype confirms."""
-    return names_a_number(note) or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING))
+    """Whether a note names a line, a number with a meaning on every mesh, or a rounding that a wider dtype confirms.
+
+    That values are in another order is no cause: a line may tell which order.
+    """
+    return (names_a_number(note) and not note.startswith(SAME_VALUES)) or note.startswith(
+        (RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING)
+    )
 
 
-def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> list[LineEdit]:
-    """The edits of the lowest rank that are right in all cases, the smallest of each line."""
+def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple[list[LineEdit], str]:
+    """The edits of the lowest rank that are right in all cases, the smallest of each line, and in which cases."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
     judged = judged_cases(scheme, [smallest.case])
-    others = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest)) + drawn_cases(
-        scheme, report.case
-    )
-    by_rank = _by_rank(scheme, report, smallest, others)
-    for rank, edits in sorted(by_rank.items()) if judged and others else ():
-        mending = _right(scheme, edits, judged, SEARCH_S[rank])
-        proven = sorted(_right(scheme, mending, others, PROOF_S), key=lambda edit: edit.size)
+    known = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest))
+    drawn = drawn_cases(scheme, report.case)
+    by_rank = _by_rank(scheme, report, smallest, [*known, *drawn])
+    mending: list[LineEdit] = []
+    for rank, edits in sorted(by_rank.items()) if judged and [*known, *drawn] else ():
+        of_rank = _right(scheme, edits, judged, SEARCH_S[rank])
+        proven = _right(scheme, of_rank, [*known, *drawn], PROOF_S)
         if proven:
-            return list({(e.unit.file, e.line): e for e in reversed(proven)}.values())[::-1]
-    return []
+            return _smallest_of_lines(proven), ""
+        mending += of_rank
+    ordinary = _with_ordinary_values(scheme, drawn) if mending else []
+    proven = _right(scheme, mending, [*known, *ordinary], PROOF_S) if ordinary else []
+    return _smallest_of_lines([edit for edit in proven if edit.rank == proven[0].rank]), ORDINARY
+
+
+def _smallest_of_lines(edits: Sequence[LineEdit]) -> list[LineEdit]:
+    by_size = sorted(edits, key=lambda edit: edit.size)
+    return list({(edit.unit.file, edit.line): edit for edit in reversed(by_size)}.values())[::-1]
+
+
+def _with_ordinary_values(scheme: Declared, drawn: Sequence[JudgedCase]) -> list[JudgedCase]:
+    """The drawn cases with ordinary values; empty if they have no others, or if too few of them fail.
+
+    With huge ones a product may overflow, and then even the right function is not equal to its reference.
+    """
+    derived = [each.case.replace(values=cases.normal_values(scheme, each.case)) for each in drawn[:MOST_ORDINARY]]
+    if all(case.values == each.case.values for case, each in zip(derived, drawn, strict=False)):
+        return []
+    judged = judged_cases(scheme, derived)
+    return judged if sum(not each.is_right(scheme) for each in judged) >= MIN_FAILING else []
 
 
 def _right(scheme: Declared, edits: Sequence[LineEdit], judged: Sequence[JudgedCase], seconds: float) -> list[LineEdit]:

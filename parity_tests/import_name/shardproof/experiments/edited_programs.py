@@ -65,6 +65,37 @@ def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], note
 
     Cost: up to MAX_EDITS runs of the failing case, and for each edit that mends it one of each other failing case.
     """
+
+    def edits(clearest: Report) -> Iterable[Edit]:
+        of_writes = _of_writes(scheme, clearest)
+        if clearest.case.world == 1 or _fails_on_one_rank(scheme, report):
+            return of_writes
+        return chain(_of_collectives(clearest), of_writes, _of_operations(scheme, clearest))
+
+    return _named(scheme, report, failing, notes, edits)
+
+
+def name_edits_of_two(scheme: Declared, report: Report, failing: Sequence[Report], notes: Notes) -> dict[str, Any]:
+    """The same for collectives after two operations at once, which may also lead around a mistake in a later line.
+
+    So they are tried after the edits of one line. Cost: as of `name_edits`.
+    """
+
+    def edits(clearest: Report) -> Iterable[Edit]:
+        if clearest.case.world == 1 or _fails_on_one_rank(scheme, report):
+            return ()
+        return _of_two_operations(scheme, clearest)
+
+    return _named(scheme, report, failing, notes, edits)
+
+
+def _named(
+    scheme: Declared,
+    report: Report,
+    failing: Sequence[Report],
+    notes: Notes,
+    edits_of: Callable[[Report], Iterable[Edit]],
+) -> dict[str, Any]:
     by_label = dict(notes)
     wrong_outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
     unnamed = [label for label in wrong_outputs if not any(map(_names_a_cause, notes.get(label, ())))]
@@ -75,10 +106,7 @@ def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], note
         return by_label
     others = [other.case for other in (report, *failing) if other is not clearest]
     others += [case for case in (cases.on_another_mesh(scheme, report.case, 4),) if case is not None]
-    edits = _of_writes(scheme, clearest)
-    if clearest.case.world > 1 and not _fails_on_one_rank(scheme, report):
-        edits = chain(_of_collectives(clearest), edits, _of_operations(scheme, clearest))
-    edit = next(_that_mend(scheme, clearest, others, islice(edits, MAX_EDITS)), None)
+    edit = next(_that_mend(scheme, clearest, others, islice(edits_of(clearest), MAX_EDITS)), None)
     if edit is None:
         return by_label
     for label, of_tensor in notes.items():
@@ -156,7 +184,7 @@ def _of_collectives(report: Report) -> Iterator[Edit]:
 def _operations(scheme: Declared, report: Report) -> dict[Operation, bool]:
     """The operations of rank 0, each with whether it reduces."""
     operations: dict[Operation, bool] = {}
-    verify_case(scheme, report.case, wrap_program=_in_mode(lambda mesh: Recorder(operations)))
+    verify_case(scheme, report.case, wrap_program=in_mode(lambda mesh: Recorder(operations)))
     return operations
 
 
@@ -166,35 +194,50 @@ def _of_writes(scheme: Declared, report: Report) -> Iterator[Edit]:
         if operation.name in WRITES:
             name = "the assignment" if operation.name == ASSIGNMENT else operation.name
             words = f"{name} at {operation.source} adds: of two values for one place only the last remains"
-            yield Edit(words, _in_mode(lambda mesh, each=operation: Writer(each)))
+            yield Edit(words, in_mode(lambda mesh, each=operation: Writer(each)))
 
 
 def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
-    """A collective over an axis after each operation that reduces, after two at once, after any other.
+    """A collective over an axis after each operation that reduces, then after any other.
 
     Operations are all calls of a function in a line; where a line has several that reduce, each is tried alone too.
     """
     calls = _operations(scheme, report)
+    operations = _of_lines(calls)
+    reducing = [(operation,) for operation, reduces in operations.items() if reduces]
+    others = [(operation,) for operation, reduces in operations.items() if not reduces]
+    for together in (*reducing, *_of_several(calls), *others):
+        yield from _collective_after(scheme, report, together)
+
+
+def _of_two_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
+    operations = _of_lines(_operations(scheme, report))
+    bounds = [operation for operation in operations if operation.how == BOUNDED]
+    statistics = [operation for operation in operations if operation.name in HOW_OF and operation not in bounds]
+    sums = [operation for operation, reduces in operations.items() if reduces and operation.name not in HOW_OF]
+    alike = (combinations(statistics, 2), combinations(sums, 2), product(sums, bounds))
+    for together in (pair for each in alike for pair in islice(each, MAX_PAIRS)):
+        yield from _collective_after(scheme, report, together)
+
+
+def _of_lines(calls: Mapping[Operation, bool]) -> dict[Operation, bool]:
+    """At most MAX_PER_AXIS operations, each with whether it reduces, those that do first."""
     operations: dict[Operation, bool] = {}
     for call, reduces in calls.items():
         operations[call.of_line] = operations.get(call.of_line, False) or reduces
-    single = sorted(operations, key=lambda operation: not operations[operation])[:MAX_PER_AXIS]
-    bounds = [operation for operation in single if operation.how == BOUNDED]
-    statistics = [operation for operation in single if operation.name in HOW_OF and operation not in bounds]
-    sums = [operation for operation in single if operations[operation] and operation.name not in HOW_OF]
-    alike = (combinations(statistics, 2), combinations(sums, 2), product(sums, bounds))
-    pairs = [pair for each in alike for pair in islice(each, MAX_PAIRS)]
-    reducing = [(operation,) for operation in single if operations[operation]]
-    others = [(operation,) for operation in single if not operations[operation]]
+    chosen = sorted(operations, key=lambda operation: not operations[operation])[:MAX_PER_AXIS]
+    return {operation: operations[operation] for operation in chosen}
+
+
+def _collective_after(scheme: Declared, report: Report, together: Sequence[Operation]) -> Iterator[Edit]:
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
     backwards = (True, False) if any(arg.differentiable for arg in scheme.inputs) else (False,)
-    for together in (*reducing, *_of_several(calls), *pairs, *others):
-        for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else backwards):
-            of_ranks, control = (
-                _in_mode(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
-                for of_equal_ranks in (False, True)
-            )
-            yield Edit(_words(together, axis), of_ranks, control)
+    for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else backwards):
+        of_ranks, control = (
+            in_mode(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
+            for of_equal_ranks in (False, True)
+        )
+        yield Edit(_words(together, axis), of_ranks, control)
 
 
 def _of_several(calls: Mapping[Operation, bool]) -> list[tuple[Operation]]:
@@ -217,7 +260,7 @@ def _words(together: Sequence[Operation], axis: str) -> str:
     return f"{what} is the {together[0].how} over all ranks of {axis}, not of each rank's own part"
 
 
-def _in_mode(mode_of: Callable[[Any], TorchFunctionMode]) -> Callable[[Program], Program]:
+def in_mode(mode_of: Callable[[Any], TorchFunctionMode]) -> Callable[[Program], Program]:
     """A wrapper that runs each rank's function in the mode that `mode_of` makes of its mesh."""
 
     def wrap(program: Program) -> Program:

@@ -22,8 +22,10 @@ from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.edited_inputs import name_edited_inputs
 from shardproof.experiments.edited_lines import name_edited_line
-from shardproof.experiments.edited_programs import name_edits
+from shardproof.experiments.edited_programs import name_edits, name_edits_of_two
+from shardproof.experiments.first_overflow import name_first_overflow
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
@@ -59,7 +61,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
 
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
-    the case; for edits of lines the seconds of `edited_lines`; up to MOST_CASES for each input.
+    the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
+    each input.
     """
     if report.failure is not None or not report.notes:
         return report
@@ -74,13 +77,18 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     notes = _of_the_call(report, notes)
-    # 3. The line of a collective, if repairing it makes the tensor right; the reference of each rank's own shard.
+    # 3. The line of a collective, if repairing it makes the tensor right; of the first NaN; the reference of each
+    # rank's own shard.
     notes = name_lines(scheme, report, failing, notes)
+    notes = name_first_overflow(scheme, report, notes)
     notes = name_own_shards(scheme, report, failing, notes)
     # 4. The small edit of the function that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
-    # 5. The small edit of one line that does; the inputs that no output depends on.
+    # 5. The small edit of one line that does, or of two operations at once; of an input of the reference; the inputs
+    # that no output depends on.
     notes = name_edited_line(scheme, report, failing, notes)
+    notes = name_edits_of_two(scheme, report, failing, notes)
+    notes = name_edited_inputs(scheme, report, failing, notes)
     notes = name_unused_inputs(scheme, report, failing, notes)
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = _of_single_numbers(report, notes)

@@ -1,0 +1,124 @@
+"""Name the operation that first makes NaN or infinity, where a result is not finite and the reference is.
+
+An exponential without a shift overflows, a masked row has no maximum, a cast to a narrow dtype is too narrow. All later
+results are then not finite either, so the place in the output says little. An operation is named if it makes NaN or
+infinity of numbers that are not, and every output is finite once it gives 1 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardproof.declare.declared import Declared
+from shardproof.experiments.combined_operations import Mode, Operation, value_of
+from shardproof.experiments.edited_programs import in_mode
+from shardproof.explain.arithmetic import number_text
+from shardproof.explain.note import READ_TOO_EARLY, Note
+from shardproof.explain.places import NOT_FINITE
+from shardproof.report.report import Report
+from shardproof.verify_one_case import verify_case
+
+FILLS = ("masked_fill", "masked_fill_", "where", "fill_", "clamp", "nan_to_num")  # as the user asks
+MOST_OPERATIONS = 8  # that are tried
+FIRST_MADE_BY = "first made by "
+Notes = Mapping[str, tuple[Note, ...]]
+
+
+def name_first_overflow(scheme: Declared, report: Report, notes: Notes) -> dict[str, tuple[Note, ...]]:
+    """The notes, with the operation that first makes the NaN or the infinity of an output.
+
+    Cost: 1 + MOST_OPERATIONS runs of the case.
+    """
+    by_label = dict(notes)
+    outputs = [tensor.label for tensor in report.tensors if tensor.role == "output"]
+    is_unexpected = {
+        label: any(note.startswith(NOT_FINITE) and READ_TOO_EARLY not in note for note in notes.get(label, ()))
+        for label in outputs
+    }
+    if not any(is_unexpected.values()):
+        return by_label
+    found = _Found()
+    verify_case(scheme, report.case, wrap_program=in_mode(lambda mesh: _Finder(found)))
+    for operation in list(found.largest)[:MOST_OPERATIONS]:
+        mended = verify_case(scheme, report.case, wrap_program=in_mode(partial(_mender, operation)))
+        if mended.failure is None and not any(map(_is_unexpected, _outputs(mended))):
+            words = f"; {FIRST_MADE_BY}{operation.name} at {operation.source}{found.text(operation)}"
+            for label in (label for label in outputs if is_unexpected[label]):
+                by_label[label] = tuple(n.extended(words) if n.startswith(NOT_FINITE) else n for n in by_label[label])
+            break
+    return by_label
+
+
+def _outputs(report: Report) -> Sequence[Any]:
+    return [tensor for tensor in report.tensors if tensor.role == "output"]
+
+
+def _is_unexpected(tensor: Any) -> bool:
+    """Whether a tensor is not finite where the reference is."""
+    return bool((~np.isfinite(tensor.stitched.copies) & np.isfinite(tensor.want)).any())
+
+
+@dataclass
+class _Found:
+    """The operations of all ranks that make NaN or infinity, first ones first, each with its largest finite input."""
+
+    largest: dict[Operation, float] = field(default_factory=dict)
+
+    def text(self, operation: Operation) -> str:
+        largest = self.largest[operation]
+        return f", of numbers up to {number_text(largest)}" if largest else ""
+
+
+class _Watching(Mode):
+    """Tells which elements of a result are NaN of none, or infinite of finite numbers."""
+
+    def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+        has_nan = any(bool(x.isnan().any()) for x in given)
+        is_finite = all(bool(x.isfinite().all()) for x in given)
+        largest = max((float(x[x.isfinite()].abs().max()) for x in given if x.isfinite().any()), default=0.0)
+        result = func(*args, **kwargs)
+        value = value_of(result)
+        if has_nan or not operation.source or operation.name in FILLS or not given or value is None:
+            return result
+        made = value.isnan() | (value.isinf() if is_finite else torch.zeros_like(value, dtype=torch.bool))
+        return self.seen(operation.of_line, result, value, made, largest) if bool(made.any()) else result
+
+    def seen(self, operation: Operation, result: Any, value: Tensor, made: Tensor, largest: float) -> Any:
+        raise NotImplementedError
+
+
+class _Finder(_Watching):
+    def __init__(self, found: _Found) -> None:
+        super().__init__()
+        self._found = found
+
+    def seen(self, operation: Operation, result: Any, value: Tensor, made: Tensor, largest: float) -> Any:
+        self._found.largest[operation] = max(largest, self._found.largest.get(operation, 0.0))
+        return result
+
+
+class _Mender(_Watching):
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self._operation = operation
+
+    def seen(self, operation: Operation, result: Any, value: Tensor, made: Tensor, largest: float) -> Any:
+        if operation != self._operation:
+            return result
+        if operation.name.endswith("_"):
+            return result.masked_fill_(made, 1.0)
+        mended = value.masked_fill(made, 1.0)
+        return mended if value is result else type(result)((mended, *result[1:]))
+
+
+def _mender(operation: Operation, mesh: Any) -> _Mender:
+    return _Mender(operation)
