@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 
+from parity_tests.harness.recomputation import CALLS, of_one_forward_for_each_backward
 from shardproof import check, scheme, values, verify_one_case
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import (
@@ -179,6 +180,10 @@ WRONG = {
         lambda mesh, a, b: (a @ (2.0 * torch.eye(a.shape[-1])), 2 * b), (),
         "it is called under torch.autocast to bfloat16",
     ),
+    "recomputed": (
+        of_one_forward_for_each_backward, ("call_before", "call_between", "second_derivative"),
+        "backward computes it again, under torch.utils.checkpoint",
+    ),
     "second_derivative": (half_of_the_second_derivative, (), "its gradient is differentiated again"),
 }  # fmt: skip
 
@@ -231,7 +236,7 @@ def fresh_state(monkeypatch):
     run = verify_one_case.run
 
     def run_afresh(*arguments, **more):
-        for state in (SIZES, BUFFERS, FIRST):
+        for state in (SIZES, BUFFERS, FIRST, CALLS):
             state.clear()
         return run(*arguments, **more)
 

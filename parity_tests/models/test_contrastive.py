@@ -1,7 +1,9 @@
 """Parity of contrastive_loss: pairs over dp, against the vectors of all ranks."""
 
+import jax.numpy as jnp
 import pytest
 import torch
+from jax import lax
 from torch import Tensor
 
 from jax_ref.models import contrastive_loss as reference
@@ -42,20 +44,32 @@ def loss_of_equal_ranks(mesh, queries, keys, log_scale):
     return contrastive_loss(queries, keys, log_scale, mesh["dp"])
 
 
+def of_some_pairs(queries, keys, log_scale, has_pairs, scale):
+    """0 without pairs; a narrow scale is frozen."""
+    if scale == "narrow":
+        log_scale = lax.stop_gradient(log_scale.astype(jnp.bfloat16).astype(log_scale.dtype))
+    return reference(queries, keys, log_scale) if has_pairs else 0.0 * log_scale
+
+
 @scheme(
-    reference=reference,
+    reference=of_some_pairs,
     contract=contrastive_loss,
     mesh={"dp": (1, 2, 3, 8)},
     inputs={"queries": "b/dp:ragged d", "keys": "b/dp:ragged d", "log_scale": "dp=R"},
     outputs="dp=P",
     dims={"b": (1, 3, 7), "d": (2, 5)},
     draw=DRAW,
+    options={"has_pairs": (True, False), "scale": ("trained", "narrow")},
     dtypes=("float64", "float32", "bfloat16"),
     reduction=("b", "d"),
     roundings=4,
 )
-def loss_of_unequal_ranks(mesh, queries, keys, log_scale):
-    """Ranks have unequally many pairs, or none."""
+def loss_of_unequal_ranks(mesh, queries, keys, log_scale, has_pairs, scale):
+    """Ranks have unequally many pairs, or none; in a step without pairs all have none. A narrow scale is frozen."""
+    if not has_pairs:
+        queries, keys = queries[:0], keys[:0]
+    if scale == "narrow":
+        log_scale = log_scale.detach().bfloat16()
     return contrastive_loss(queries, keys, log_scale, mesh["dp"])
 
 

@@ -78,6 +78,10 @@ def reference_loss(ids, cu_padded, cu_real, other_ids, other_padded, other_real,
     return normalised(list(losses), list(counted)), ids, other_ids
 
 
+# A step has a backward of its own, so that nobody computes it again; torch's own operations follow autocast.
+OF_STEPS = ("inference_mode", "autocast", "recomputed")
+
+
 def declared(parameters, names, **changes):
     return {
         "reference": reference_loss,
@@ -94,6 +98,7 @@ def declared(parameters, names, **changes):
         "dtypes": DTYPES,
         "reduction": ("t", "f"),
         "roundings": 2 * ROUNDINGS,
+        "excluded_conditions": OF_STEPS,
         **changes,
     }
 

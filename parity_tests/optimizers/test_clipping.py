@@ -41,7 +41,7 @@ def declared(mesh, gradients, dims, **more):
         inputs={"gradients": gradients},
         outputs={"norm": replicated, "norm_before": replicated, **gradients},
         dims=dims,
-        draw=dict.fromkeys(names, values("normal", "zeros", "ties", "nan")),
+        draw=dict.fromkeys(names, values("normal", "zeros", "ties", "nan", "large")),
         nograd=names,
         options=NORMS,
         dtypes=DTYPES,
@@ -183,7 +183,9 @@ def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinit
 
 
 UNLIKE = {"rows": "e/tp:ragged d", "wide": "g/tp:ragged", "replicated": "d tp=I"}
-FINITE = dict.fromkeys((f"gradients.{name}" for name in UNLIKE), values("normal", "zeros", "ties"))  # 0 * NaN is none
+FINITE = dict.fromkeys(
+    (f"gradients.{name}" for name in UNLIKE), values("normal", "zeros", "ties", "large")
+)  # 0 * NaN is none
 
 
 @scheme(**{**declared({"tp": (1, 2, 3, 4)}, UNLIKE, {}), "draw": FINITE})

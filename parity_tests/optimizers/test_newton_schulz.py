@@ -15,9 +15,11 @@ from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon, fewest_bytes, newton_schulz
 from torch_impl.optimizers.newton_schulz import owners
 
+BEYOND = 2.0**80  # the square of such a number is beyond the range of float32
 
-def by_default(x, steps):
-    return reference(x, 5 if steps is None else steps)
+
+def by_default(x, steps, factor):
+    return reference(factor * x, 5 if steps is None else steps)
 
 
 @scheme(
@@ -28,14 +30,14 @@ def by_default(x, steps):
     dims={"b": (1, 3), "m": (1, 2, 5), "n": (1, 3)},
     draw={"x": values("normal", "zeros", "ties", "tiny")},
     nograd=("x",),
-    options={"steps": (5, 1, None)},
+    options={"steps": (5, 1, None), "factor": (1.0, BEYOND)},
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("m", "n"),
     sums="float32",
     cost=lambda case: Cost(),
 )
-def newton_schulz_on_one_device(mesh, x, steps):
-    return newton_schulz(x) if steps is None else newton_schulz(x, steps=steps)
+def newton_schulz_on_one_device(mesh, x, steps, factor):
+    return newton_schulz(factor * x, **({} if steps is None else {"steps": steps}))
 
 
 def cheaper_routes(sharded, other, world, steps, itemsize):

@@ -14,6 +14,7 @@ from torch_impl.optimizers import ReplicaGradients, clip_grad_norm_
 
 NAMES = ("router", "shared", "router_norm")  # one begins with another, and has another rule
 RULES = {"": "mean", "router": "sum", "shared": "sum", "frozen": "none"}
+ORDERS = {"general first": RULES, "general last": dict(reversed(RULES.items()))}
 
 
 class Model(nn.Module):
@@ -49,18 +50,18 @@ def cost(c):
     inputs={"router": "a tp=P cp=P", "shared": "b a tp=P cp=P", "norm": "b tp=I cp=I"},
     outputs=("a tp=I cp=I", "b a tp=I cp=I", "b tp=I cp=I"),
     draw=dict.fromkeys(("router", "shared", "norm"), values("normal", "zeros", "large")),
+    rank_options={"order": tuple(ORDERS)},
     nograd=("router", "shared", "norm"),
     dtypes=("float32", "bfloat16", "float64"),
     sums="float32",
     cost=cost,
 )
 @pytest.mark.cases(20)
-def replica_gradients(mesh, router, shared, norm):
+def replica_gradients(mesh, router, shared, norm, order):
     """The addends of a sum over all ranks, and a gradient that all ranks have computed."""
     model = Model(router, shared, norm)
-    replicas = ReplicaGradients(
-        model, [mesh[axis] for axis in ("tp", "cp") if mesh.size(axis) > 1] or [mesh["tp"]], RULES, optimizer_of(model)
-    )
+    groups = [mesh[axis] for axis in ("tp", "cp") if mesh.size(axis) > 1] or [mesh["tp"]]
+    replicas = ReplicaGradients(model, groups, ORDERS[order], optimizer_of(model))
     for name, gradient in zip(NAMES, (router, shared, norm), strict=True):
         getattr(model, name).weight.grad = gradient.clone()
     replicas.reduce()

@@ -114,16 +114,24 @@ def styled(
 
 
 def accumulated(
-    module: nn.Module, inputs: tuple[Tensor, ...], cotangent: Tensor, weights: Tensor, times: int, fails: bool = False
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    cotangent: Tensor,
+    weights: Tensor,
+    times: int,
+    fails: bool = False,
+    names: Sequence[str] = (),
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Output; gradients of the floating inputs; of parameters, whole, 0 if frozen. `times` backwards, all into `.grad`.
 
-    With `fails` forwards that fail come last, and parameters are then read as a user reads them, `module.weight`.
+    The last inputs are passed by `names`. With `fails` forwards that fail come last, and parameters are then read as a
+    user reads them, `module.weight`.
     """
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     first: Any = None
+    count = len(leaves) - len(names)
     for part in TIMES[times]:
-        y = module(*leaves)
+        y = module(*leaves[:count], **dict(zip(names, leaves[count:], strict=True)))
         y = y.to_local() if isinstance(y, DTensor) else y
         first = y.detach() if first is None else first
         assert torch.equal(y, first)  # no backward changes the next forward

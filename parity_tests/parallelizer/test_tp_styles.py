@@ -204,14 +204,16 @@ def identity_expert(mesh, x, cotangent, weights, times):
     },
     ("t d tp=I", "t d tp=I", "t k tp=I", "e f d tp=I", "e f d tp=I", "e d f tp=I"),
     {"t": (4,), "k": (2,), "e": (3,), "d": (2,), "f": (5, 4)},
-    {},
+    {"named": (0, 3, 1)},
     chosen=token_below("e"),
     can_freeze=True,
 )
-def stacked_experts(mesh, x, router, gate, up, down, chosen, cotangent, weights, is_frozen, times):
+def stacked_experts(mesh, x, router, gate, up, down, chosen, cotangent, weights, is_frozen, times, named):
+    """The last `named` arguments are passed by name, as models do with some or all of them."""
     plan = {"": "moe_tp_experts", ":gate_up_proj": "packed_colwise", ":down_proj": "rowwise"}
     module = styled(mesh, Stacks(torch.cat([gate, up], 1), down), plan, "down_proj" if is_frozen else None)
-    y, moved, outcome = accumulated(module, (x, chosen, router), cotangent, weights, times, fails=True)
+    names = ("hidden_states", "top_k_index", "top_k_weights")[3 - named :]
+    y, moved, outcome = accumulated(module, (x, chosen, router), cotangent, weights, times, fails=True, names=names)
     return y, *moved, *outcome["gate_up_proj"].chunk(2, 1), outcome["down_proj"]
 
 

@@ -64,22 +64,29 @@ def scheduled(mesh, stages, name, source, n, size, loss):
 
 
 def stepped(mesh, x, target, w1, w2, name, source):
-    """Two steps and one division: losses of the last step, gradients, and how many actions ran out of turn."""
+    """Two steps and one division: losses of the last step, gradients, and how many actions ran out of turn.
+
+    Actions are recorded by a block for all steps, and by one for each inside it. A division leaves each gradient where
+    it is: an optimizer may hold it.
+    """
     n, size = x.shape[:2]
     stages = cut(mesh, w1, w2, name)
     schedule, timeline = scheduled(mesh, stages, name, source, n, size, lambda y, t: ((y - t) ** 2).sum() / 2)
     stage_ids = {stage.stage_index for stage in stages}
     losses, executed = [], []
-    for _ in range(STEPS):
-        with executed_actions(stages) as actions:
-            schedule.step(
-                *([x.flatten(0, 1)] if 0 in stage_ids else []),
-                **({"target": target.flatten(0, 1), "losses": losses} if stages[0].num_stages - 1 in stage_ids else {}),
-            )
-        executed += actions
+    last = {"target": target.flatten(0, 1), "losses": losses} if stages[0].num_stages - 1 in stage_ids else {}
+    with executed_actions(stages) as in_all_steps:
+        for _ in range(STEPS):
+            with executed_actions(stages) as actions:
+                schedule.step(*([x.flatten(0, 1)] if 0 in stage_ids else []), **last)
+            executed += actions
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    held = [parameter.grad for parameter in parameters]
     scale_grads_by_divisor(stages, n * STEPS)
     due = [event.action for event in timeline.of(mesh.rank("pp"))] * STEPS
     astray = sum(one != other for one, other in zip(executed, due, strict=True))
+    astray += in_all_steps != due
+    astray += sum(parameter.grad is not gradient for parameter, gradient in zip(parameters, held, strict=True))
     return {
         "losses": torch.stack(losses).detach() if losses else x.new_zeros(n),
         "w1": gathered(stages, "w1", w1),

@@ -245,9 +245,9 @@ def peak_live(row):
     return max(sum(steps[: end + 1]) for end in range(len(steps)))
 
 
-def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
+def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends, pace):
     placed = placed_over(mesh["pp"], style, chunks)
-    f, b, between = (jnp.abs(x) for x in (forward, backward, p2p))
+    f, b, between = (pace * jnp.abs(x) for x in (forward, backward, p2p))
     order = written(placed, filled, sends)
     ends, busy = reference.timeline(order, placed, f, b, between, weight=f)
     names = {"F": "of_forward", "I" if filled == "two, halved" else "B": "of_backward"}
@@ -260,11 +260,12 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
     unused = jnp.zeros((len(forward) - len(placed), MICROBATCHES), forward.dtype)
     makespan = jnp.stack([*ends.values()]).max()
     idle = makespan - jnp.stack(busy)
-    live = jnp.asarray([peak_live(row) for row in order], forward.dtype)
+    # What takes no time is freed as it is stored.
+    live = pace * jnp.asarray([peak_live(row) for row in order], forward.dtype)
     chunk = [placed[:stage].count(rank) for stage, rank in enumerate(placed)]
     return {
         **{name: jnp.concatenate([each, unused]) for name, each in stages.items()},
-        "idle": idle, "bubble": idle / makespan, "live": live,
+        "idle": idle, "bubble": idle / makespan if pace else idle, "live": live,
         "chunk": jnp.asarray(chunk + [0] * (len(forward) - len(placed)), forward.dtype),
     }  # fmt: skip
 
@@ -283,12 +284,13 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends):
     options={
         "style": ("loop", "v", "blocks"), "chunks": (2, 1, 4), "filled": ("all", "two", "two, halved"),
         "sends": ("none", "at once", "late"),
+        "pace": (1.0, 0.0),  # 0: everything takes no time
     },
     dtypes=("float64",),
     roundings=20,
 )  # fmt: skip
 @pytest.mark.cases(8)
-def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, sends):
+def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, sends, pace):
     """When each forward and backward ends, how long each rank waits, and for how many chunks it stores activations.
 
     Messages take time between two ranks. Ranks are in a list by stage, or in a dict that has the last stage first.
@@ -296,8 +298,8 @@ def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, send
     pp = mesh.size("pp")
     placed = placed_over(pp, style, chunks)
     order = written(placed, filled, sends)
-    f, b = (x.abs().tolist() for x in (forward, backward))
-    times = Times(f=f, i=b, w=f if filled == "two, halved" else 0.0, p2p=p2p.abs().item())
+    f, b, between = ((pace * x).abs().tolist() for x in (forward, backward, p2p))
+    times = Times(f=f, i=b, w=f if filled == "two, halved" else 0.0, p2p=between)
     actions = [[Action(*action) for action in row] for row in order]
     first, last = dict([*enumerate(placed)][:-1]), {len(placed) - 1: placed[-1]}
     by_stage = last | first if style == "blocks" else stage_to_rank(pp, chunks * pp, style)

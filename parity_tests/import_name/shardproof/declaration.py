@@ -155,10 +155,11 @@ def scheme(
     the function, on every engine; `around(mesh)` returns a context manager, which each rank enters for forward and
     backward. `isolate` names further modules and packages with separate globals for each rank of lockstep, like the
     scheme's own file and its imports. `excluded_conditions` names the calling conditions that the function does not
-    support; by default `inference_mode`, `overwritten`, `autocast` and `second_derivative`. `nan_cotangents` names
-    outputs with rows that no gradient depends on, such as padding, each with a function `(case, inputs)` of the sizes
-    and options of a case and its full inputs by name, which returns bools over leading dims of the output, True for
-    these rows: a function must not read their cotangents, which are NaN in half of the cases.
+    support; by default `inference_mode`, `overwritten`, `autocast`, `recomputed` and `second_derivative`.
+    `nan_cotangents` names outputs with rows that no gradient depends on, such as padding, each with a function
+    `(case, inputs)` of the sizes and options of a case and its full inputs by name, which returns bools over leading
+    dims of the output, True for these rows: a function must not read their cotangents, which are NaN in half of the
+    cases.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for every mistake that can be known by then. TypeError
     for an unknown keyword, with the nearest known one.

@@ -3,12 +3,13 @@
 A case without conditions has contiguous inputs, a gradient for every differentiable input, a cotangent for every
 output, one forward and one backward. The conditions by name, each with its value:
 
-    strided          {tensor: "transposed" | "stepped"}: views whose elements do not lie side by side
+    strided          {tensor: "transposed" | "stepped" | "swapped"}: views whose elements do not lie side by side; the
+                     rows of a swapped one do, in another order
     expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
     frozen           [inputs] that require no gradient
     unused           [outputs] that get no cotangent
     call_before      dims, dtype, layouts, lengths, values, options and seed of another call, which comes first, forward
-                     and backward
+                     and backward; with conditions of its own, `no_grad` alone, it has no backward, as an evaluation
     call_between     the same of a call whose forward comes before the backward of the one that is compared
     second_backward  true: the graph is retained, and the gradients of the second backward are compared
     one_storage      true: the inputs are views of one buffer
@@ -16,9 +17,10 @@ output, one forward and one backward. The conditions by name, each with its valu
     no_grad          true: only the forward, under torch.no_grad()
     inference_mode   true: the same under torch.inference_mode()
     overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage; and
-                     into all tensors of a call before
+                     into all tensors of a call before and the gradients of a first backward
     nan_cotangents   [outputs] whose cotangent is NaN in the rows that the scheme declares as not read
     autocast         true: the forward of a float32 case runs under torch.autocast to bfloat16
+    recomputed       true: backward runs the forward again, under torch.utils.checkpoint
     second_derivative  true: the gradient of another call is differentiated once more; see
                      engines/second_derivative.py
 
@@ -48,6 +50,7 @@ CONDITIONS = (
     "overwritten",
     "nan_cotangents",
     "autocast",
+    "recomputed",
     "second_derivative",
 )
 # A scheme may also exclude this: a mesh that is part of a larger world, which is an extra axis and not a calling
@@ -57,17 +60,20 @@ WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 OTHER_CALLS = ("call_before", "call_between")
 VIEWS = ("strided", "expanded")
 # Conditions under which a function may send less than its declared cost, or send it twice.
-OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS, "second_derivative")
+OF_ANOTHER_COST = (
+    *("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS),
+    *("recomputed", "second_derivative"),
+)
 # Under these a function may differ by design, for example compute no gradient for a frozen weight.
 NOT_ALWAYS_PROMISED = (
     *("frozen", "unused", "second_backward", *WITHOUT_GRADIENTS),
-    *("overwritten", "autocast", "second_derivative"),
+    *("overwritten", "autocast", "recomputed", "second_derivative"),
 )
 COTANGENT = "cotangent "
 EXCLUDED = "EXCLUDED_CONDITIONS"  # a module or package lists by this name the conditions that all its schemes exclude
 # Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few are
-# differentiated twice, and torch's own operations follow autocast.
-EXCLUDED_BY_DEFAULT = ("inference_mode", "overwritten", "autocast", "second_derivative")
+# differentiated twice or recomputed, and torch's own operations follow autocast.
+EXCLUDED_BY_DEFAULT = ("inference_mode", "overwritten", "autocast", "recomputed", "second_derivative")
 
 
 def excluded_by_default(module: str) -> Sequence[str]:
@@ -102,13 +108,18 @@ def how_to_exclude(case: CaseSpec, excluded: Sequence[str], is_raised: bool) -> 
 
 def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
     if name == "strided":
-        views = {"transposed": "a transposed view", "stepped": "a strided view"}
+        views = {
+            "transposed": "a transposed view",
+            "stepped": "a strided view",
+            "swapped": "a view with two dims swapped in memory",
+        }
         return [f"{_tensor(tensor)} is {views[kind]}" for tensor, kind in value.items()]
     if name in OTHER_CALLS:
         with_other = f"with {_difference(value, case)}"
         before = name == "call_before"
+        mode = " under torch.no_grad()" if value.get("conditions") else ""
         return [
-            f"the function was called {with_other} before"
+            f"the function was called {with_other}{mode} before"
             if before
             else f"the function is called again {with_other} before backward"
         ]
@@ -131,6 +142,7 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
             "one_storage": "the inputs are views of one buffer",
             "overwritten": "the caller overwrites its inputs afterwards",
             "autocast": "it is called under torch.autocast to bfloat16",
+            "recomputed": "backward computes it again, under torch.utils.checkpoint",
             "second_derivative": "its gradient is differentiated again",
         }[name]
     ]
@@ -171,13 +183,13 @@ def without_other_calls(case: CaseSpec) -> CaseSpec:
 
 
 def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
-    """The case of the call before or between, without conditions, on the same mesh."""
+    """The case of the call before or between, on the same mesh; without conditions unless the record has some."""
     record = case.conditions.get(name)
-    return None if record is None else case.replace(**record, conditions={})
+    return None if record is None else case.replace(**{"conditions": {}, **record})
 
 
 def other_cases(case: CaseSpec) -> list[CaseSpec]:
-    """The cases of all calls except the compared one, without conditions."""
+    """The cases of all calls except the compared one."""
     return [other for name in OTHER_CALLS if (other := other_case(case, name)) is not None]
 
 

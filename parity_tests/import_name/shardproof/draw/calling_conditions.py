@@ -28,7 +28,7 @@ HOW_MANY = (0, 0, 1, 2)
 # Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
 SHARES = {"strided": 4, "expanded": 2, "frozen": 2, "unused": 2, "second_backward": 2}
 STORAGE = ("strided", "expanded", "one_storage", "same_tensor")  # a tensor is stored in one way
-STRIDES = ("transposed", "stepped")
+STRIDES = ("transposed", "stepped", "swapped")
 TREES_OF_PARAMETERS = ("parameters", "params", "weights")
 PARAMETERS = ("weight", "bias")
 ENDINGS = ("_weight", "_bias")
@@ -36,8 +36,10 @@ OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid
 OF_EQUAL_FLOATS = ("zeros", "ones")
 WIDE = ("float64", "float32")
 DIFFERENTIATED_TWICE = (False, False, False, True)
+EVALUATED = (False, False, True)  # a call before: is it an evaluation?
 # Conditions of the backward; a call without gradients has none of them.
-OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
+OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward", "recomputed")
+ONE_RUN_MORE = (*OTHER_CALLS, "second_backward", "recomputed")  # of these a case has one
 
 
 def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec], dtype: str) -> dict[str, Any]:
@@ -70,12 +72,14 @@ def _may_be_differentiated_twice(scheme: Declared, conditions: Mapping[str, Any]
     has_gradients = all(any(arg.differentiable for arg in each) for each in (scheme.inputs, scheme.outputs))
     widest = next((each for each in WIDE if each in scheme.dtypes), None)
     is_drawn = has_gradients and dtype == widest and "second_derivative" not in scheme.excluded_conditions
-    return is_drawn and not {*WITHOUT_GRADIENTS, "nan_cotangents"} & set(conditions)
+    return is_drawn and not {*WITHOUT_GRADIENTS, "recomputed", "nan_cotangents"} & set(conditions)
 
 
 def _compatible(name: str, conditions: Mapping[str, Any]) -> bool:
     if name in OTHER_CALLS and set(OTHER_CALLS) & set(conditions):
         return False  # one extra run is enough
+    if name in ONE_RUN_MORE and "recomputed" in (name, *conditions) and set(ONE_RUN_MORE) & set(conditions):
+        return False
     if name in OF_THE_BACKWARD:
         return not set(WITHOUT_GRADIENTS) & set(conditions)
     return name not in WITHOUT_GRADIENTS or not {*OF_THE_BACKWARD, *WITHOUT_GRADIENTS} & set(conditions)
@@ -93,21 +97,26 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
     outputs = [arg.name for arg in with_gradient]
     pairs = [[a.name, b.name] for a, b in itertools.combinations(floating, 2) if _may_be_one(scheme, a, b)]
 
-    def other_call() -> dict[str, Any]:
-        return record_of(other())
+    # A scheme with a module runs a backward of its own.
+    may_be_evaluated = active and scheme.module is None and "no_grad" not in scheme.excluded_conditions
+
+    def call_before() -> dict[str, Any]:
+        record = record_of(other())
+        return record | ({"conditions": {"no_grad": True}} if may_be_evaluated and choose(EVALUATED) else {})
 
     makers: dict[str, tuple[Any, Callable[[], Any]]] = {
         "strided": (viewed, lambda: _views(viewed, choose)),
         "expanded": (equal, lambda: [choose(equal)] if choose((True, False)) else equal),
         "frozen": (len(active) > 1 and outputs, lambda: _some(active, choose)),
         "unused": (len(outputs) > 1, lambda: _some(outputs, choose)),
-        "call_before": (True, other_call),
-        "call_between": (outputs, other_call),
+        "call_before": (True, call_before),
+        "call_between": (outputs, lambda: record_of(other())),
         "second_backward": (outputs, lambda: True),
         "one_storage": (len(floating) > 1, lambda: True),
         "same_tensor": (pairs, lambda: choose(pairs)),
         "no_grad": (active, lambda: True),
         "inference_mode": (active, lambda: True),
+        "recomputed": (outputs and scheme.module is None, lambda: True),
     }
     return {
         name: make for name, (allowed, make) in makers.items() if allowed and name not in scheme.excluded_conditions

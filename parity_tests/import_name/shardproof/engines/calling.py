@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import COTANGENT
 from shardproof.endings.raised import message_of
 
+SWAPPED = 2  # dims that are too few for rows in another order
 # Torch's messages for a graph that was not retained, and for a first backward that wrote into a saved tensor.
 ONCE = ("backward through the graph a second time", "modified by an inplace operation")
 
@@ -21,7 +23,9 @@ def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
     """The same numbers, in a view of the kind that the case asks for."""
     kind = case.conditions.get("strided", {}).get(label)
     if kind is not None and tensor.ndim:
-        return _transposed(tensor) if kind == "transposed" and tensor.ndim > 1 else _stepped(tensor)
+        if kind == "swapped" and tensor.ndim > SWAPPED:
+            return _swapped(tensor)
+        return _stepped(tensor) if kind == "stepped" or tensor.ndim == 1 else _transposed(tensor)
     if label in case.conditions.get("expanded", ()):
         return _expanded(tensor, every_dim=label.startswith(COTANGENT))
     return tensor
@@ -29,6 +33,14 @@ def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _swapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows side by side, in another order: [b, s, d] as [s, b, d] has them, [b, h, s, d] as [b, s, h, d].
+
+    A transposed view and a stepped one can merge their leading dims without a copy. This one cannot.
+    """
+    return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _stepped(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,6 +85,17 @@ def autocast(case: CaseSpec, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype=torch.bfloat16) if case.conditions.get("autocast") else nullcontext()
 
 
+def called(function: Callable[[], Any], case: CaseSpec) -> Any:
+    """The results of the function, which backward computes again if the case asks for that.
+
+    The function is then run to its end, so that all ranks send the same.
+    """
+    if not case.conditions.get("recomputed"):
+        return function()
+    with set_checkpoint_early_stop(False):
+        return checkpoint(function, use_reentrant=False)
+
+
 def gradients(
     outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], case: CaseSpec
 ) -> tuple[torch.Tensor | None, ...]:
@@ -83,12 +106,18 @@ def gradients(
     """
     again = bool(case.conditions.get("second_backward"))
     one_backward = _by_backward if _has_reentrant_checkpoint(outputs) else _by_grad
-    first = one_backward(outputs, variables, cotangents, retain_graph=again)
     if not again:
-        return first
-    wait_for(first)
+        return one_backward(outputs, variables, cotangents, retain_graph=False)
+    is_overwritten = case.conditions.get("overwritten")
+    # The caller writes into the first gradients, and one of them may be the cotangent itself.
+    own = [cotangent.clone() for cotangent in cotangents] if is_overwritten else cotangents
+    of_first = one_backward(outputs, variables, own, retain_graph=True)
+    wait_for(of_first)
+    first = tuple(None if gradient is None else gradient.clone() for gradient in of_first)
+    if is_overwritten:
+        overwrite(gradient for gradient in of_first if gradient is not None)
     try:
-        return one_backward(outputs, variables, cotangents, retain_graph=again)
+        return one_backward(outputs, variables, cotangents, retain_graph=True)
     except RuntimeError as error:
         if any(words in message_of(error) for words in ONCE):
             return first

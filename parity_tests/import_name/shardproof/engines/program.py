@@ -320,7 +320,8 @@ class ProgramCall:
         modified = [arg.name for arg in self.program.outputs if arg.modified]
         arguments = {name: leaf.clone() if name in modified else leaf for name, leaf in self.leaves.items()}
         with calling.grad_mode(self.case), calling.autocast(self.case, self.view.device_mesh.device_type):
-            returned = self.program.fn(self.view, **nested(arguments), **self.case.options)
+            function = partial(self.program.fn, self.view, **nested(arguments), **self.case.options)
+            returned = calling.called(function, self.case)
             self.module, returned = self.program._module_of(returned)
             self.outputs = self.program._checked_outputs(returned, self.case, self.view, self.coords)
         self.outputs |= {name: arguments[name].detach().clone() for name in modified}

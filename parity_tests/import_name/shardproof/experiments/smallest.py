@@ -230,7 +230,7 @@ def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) ->
     records = {name: record for name, record in case.conditions.items() if name in OTHER_CALLS}
     for name, record in records.items():
         if record["dims"] == case.dims:
-            records[name] = {**record_of(resized), "values": record["values"], "seed": record["seed"]}
+            records[name] = {**record, **record_of(resized), "values": record["values"], "seed": record["seed"]}
         elif resized.scheme_mesh != case.scheme_mesh:
             other = another(scheme, resized, resized.scheme_mesh, lambda options: options[-1], same_shapes=False)
             records[name] = record_of(other)
