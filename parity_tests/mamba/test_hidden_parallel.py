@@ -10,6 +10,7 @@ from jax_ref.layouts import projection_columns as reference_columns
 from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parallel_strategy
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import WAYS, check_what_a_token_changes, on_ranks, parallel, rank_positions
+from parity_tests.mamba.parameters import OF_THE_RECURRENCE
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from parity_tests.parity import parity
 from shardproof import CaseSpec, Cost, scheme
@@ -97,6 +98,7 @@ DECLARED = dict(
     rank_options={"fused": (True, False), "way": (*WAYS, "in parts", "by shared protocol")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
+    wider_inputs=OF_THE_RECURRENCE,
     roundings=8,  # the mixer's; a term of each rank in the gradients
     excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
     cost=cost,

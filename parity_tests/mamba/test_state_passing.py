@@ -13,6 +13,7 @@ from parity_tests.mamba.over_ranks import (
     parallel,
     rank_positions,
 )
+from parity_tests.mamba.parameters import OF_THE_RECURRENCE
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from parity_tests.parity import parity
 from shardproof import Cost, scheme
@@ -43,6 +44,7 @@ DECLARED = dict(
     rank_options={"way": WAYS},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
+    wider_inputs=OF_THE_RECURRENCE,
     roundings=9,  # the mixer's and the incoming state's; a term of each rank in the gradients
     excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
 )

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-CONTIGUOUS: dict[str, Any] = {
-    "excluded_conditions": ("inference_mode", "overwritten", "autocast", "second_derivative", "strided", "expanded")
-}
+from shardproof.declare.conditions import EXCLUDED_BY_DEFAULT
+
+CONTIGUOUS: dict[str, Any] = {"excluded_conditions": (*EXCLUDED_BY_DEFAULT, "strided", "expanded")}
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
