@@ -47,7 +47,8 @@ class InParts:
         local = self.strategy.pre_conv_ssm(projected_states, cu_seqlens, layout=self.of_batch)
         parameters = self.strategy.ssm_parameters()
         ids = sequence_ids(local, cu_seqlens)
-        mixed = mix_columns(local, self.strategy.local, parameters, ids, chunk_size=self.strategy.chunk_size)
+        options = {"chunk_size": self.strategy.chunk_size, "dt_limit": self.strategy.dt_limit}
+        mixed = mix_columns(local, self.strategy.local, parameters, ids, **options)
         return self.strategy.post_conv_ssm(mixed, cu_seqlens, layout=self.of_batch)
 
 
@@ -72,7 +73,9 @@ class SharedProtocol:
         sizes = MambaSizes(
             strategy.num_heads_local, self.sizes["head_dim"], strategy.n_groups_local, self.sizes["d_state"]
         )
-        mixed = mix_columns(batch, sizes, parameters, sequence_ids(batch, cu_seqlens), chunk_size=4)
+        limits = self.sizes["mixer"].dt_limit
+        ids = sequence_ids(batch, cu_seqlens)
+        mixed = mix_columns(batch, sizes, parameters, ids, chunk_size=4, dt_limit=limits)
         out = strategy.post_conv_ssm(mixed if cu_seqlens is None else mixed[0], cu_seqlens)
         return out if cu_seqlens is None else out[None]
 
@@ -106,18 +109,18 @@ DECLARED = dict(
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **sharded_rows(":dual_chunk_swap"), **DECLARED)
-def hidden_parallel(mesh, u, parameters, groups, fused, way):
-    return in_some_way(mesh, u, parameters, groups, fused=fused, way=way)
+def hidden_parallel(mesh, u, parameters, groups, limits, fused, way):
+    return in_some_way(mesh, u, parameters, groups, limits=limits, fused=fused, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **sharded_rows(""), **DECLARED)
-def hidden_parallel_contiguous(mesh, u, parameters, groups, fused, way):
-    return in_some_way(mesh, u, parameters, groups, fused=fused, way=way, layout="contiguous")
+def hidden_parallel_contiguous(mesh, u, parameters, groups, limits, fused, way):
+    return in_some_way(mesh, u, parameters, groups, limits=limits, fused=fused, way=way, layout="contiguous")
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **sharded_stream(":packed"), **DECLARED)
-def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused, way):
-    return in_some_way(mesh, u, parameters, groups, cu, fused=fused, way=way)
+def hidden_parallel_packed(mesh, u, parameters, groups, cu, limits, fused, way):
+    return in_some_way(mesh, u, parameters, groups, cu, limits=limits, fused=fused, way=way)
 
 
 SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)
