@@ -27,7 +27,7 @@ from shardproof.draw.inputs import addend_axes
 
 HOW_MANY = (0, 0, 1, 2)
 # Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
-SHARES = {"strided": 4, "expanded": 2, "frozen": 2, "unused": 2, "second_backward": 2}
+SHARES = {"strided": 4, "expanded": 2, "frozen": 2, "unused": 2, "second_backward": 4}
 STORAGE = ("strided", "expanded", "one_storage", "same_tensor")  # a tensor is stored in one way
 OF_ONE_DTYPE = ("one_storage", "same_tensor")
 STRIDES = ("transposed", "stepped")
@@ -63,8 +63,8 @@ def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseS
         conditions["overwritten"] = True
     if scheme.nan_cotangents and "nan_cotangents" not in scheme.excluded_conditions and choose((False, True)):
         conditions["nan_cotangents"] = list(scheme.nan_cotangents)
-    may_be_wider = scheme.wider_inputs and dtype in NARROW and not set(OF_ONE_DTYPE) & set(conditions)
-    if may_be_wider and choose((False, True)):
+    may_be_wider = scheme.wider_inputs and dtype in NARROW and "wider_inputs" not in scheme.excluded_conditions
+    if may_be_wider and not set(OF_ONE_DTYPE) & set(conditions) and choose((False, True)):
         conditions["wider_inputs"] = [choose(scheme.wider_inputs)] if choose((True, False)) else [*scheme.wider_inputs]
     of_integers = [arg.name for arg in scheme.inputs if scheme.draws[arg.name].kind in OF_INTEGERS]
     if of_integers and "int32" not in scheme.excluded_conditions and choose((False, True)):
