@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-EXCLUDED_CONDITIONS = ("inference_mode", "autocast")  # torch's own operations follow autocast
+# Torch's own operations follow autocast, and its losses take targets in int64 alone.
+EXCLUDED_CONDITIONS = ("inference_mode", "autocast", "int32")
 
 # A user may have a folder of this name, too. One without `__init__.py` stands behind this one, and is searched as well.
 _folders = [Path(entry or ".").absolute() / __name__ for entry in sys.path]

@@ -32,6 +32,7 @@ DRAWN = dict(
     draw={**HEADS, **RULES, "sinks": values("normal", "ties")},
     options={"softcap": (None, 0.5, 2.0)},
     dtypes=DTYPES,
+    wider_inputs=("sinks",),
     reduction=("b", "s", "p"),
     roundings=ROUNDINGS,
 )

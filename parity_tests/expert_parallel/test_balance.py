@@ -21,6 +21,7 @@ from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl import expert_parallel
 
+WIDE_OUTPUTS = True
 SIZES = {"k": (1, 2, 3), "e": (4, 8, 3)}
 INT64 = 8
 DECLARED = dict(

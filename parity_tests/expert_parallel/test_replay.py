@@ -43,6 +43,7 @@ def given_experts(generator, shape, case):
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("e",),
     sums="float32",
+    wide=True,
     cost=lambda c: Cost(),
 )
 def replayed_gates(mesh, logits, experts: Int[Tensor, "t k"], router, norm_topk_prob) -> Float[Tensor, "t k"]:

@@ -49,6 +49,7 @@ DECLARED = dict(
     sums="float32",
     roundings=ROUNDINGS,
     reduction=("k", "d", "f"),
+    wider_inputs=("gates",),
     rank_options={"backend": ("auto", "eager")},
 )
 RAGGED = {

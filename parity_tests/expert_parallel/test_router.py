@@ -14,6 +14,7 @@ from torch_impl import expert_parallel
 Routing = tuple[Float[Tensor, "t k"], Int[Tensor, "t k"], Float[Tensor, "t e"]]
 # The dim k of the results comes with an input that carries it.
 TOKENS = dict(
+    wide=True,
     mesh={"ep": (1, 2)},
     outputs=("t/ep k", "t/ep k", "t/ep e"),
     dtypes=("float32", "bfloat16", "float64"),
@@ -89,6 +90,7 @@ def by_sigmoid(logits, bias, each, searched, norm_topk_prob, routed_scaling_fact
     dims={"k": (1, 2, 4), "e": (8, 16)},
     options={"searched": GROUPS, "norm_topk_prob": (True, False), "routed_scaling_factor": (1.0, 2.5)},
     nograd=("each", "bias"),
+    wider_inputs=("logits", "bias"),
     sums="float32",
     assume=lambda case: case.k <= case.e // case.searched[0] * case.searched[1],
     **TOKENS,

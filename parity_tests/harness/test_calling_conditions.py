@@ -11,7 +11,7 @@ import torch
 import torch.distributed._functional_collectives as functional
 
 from parity_tests.harness.recomputation import CALLS, of_one_forward_for_each_backward
-from shardproof import check, scheme, values, verify_one_case
+from shardproof import check, integers, scheme, values, verify_one_case
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import (
     CONDITIONS,
@@ -176,6 +176,10 @@ WRONG = {
         lambda mesh, a, b: (2 * a * ~(torch.arange(len(a))[:, None] == 0), 2 * b), (),
         "the cotangent of out[0] is NaN in rows that are not read",
     ),
+    "wider_inputs": (lambda mesh, a, b: (2 * a, (2 if b.dtype == a.dtype else 3) * b), (), "b is float32"),
+    "int32": (
+        lambda mesh, a, b: (2 * a, 2 * (b.clone().fill_(2**32) // 2**32 * b).to(a)), (), "b is int32",
+    ),
     "autocast": (
         lambda mesh, a, b: (a @ (2.0 * torch.eye(a.shape[-1])), 2 * b), (),
         "it is called under torch.autocast to bfloat16",
@@ -194,6 +198,7 @@ def first_row(case, inputs):
 
 REFERENCES = {
     "overwritten": lambda a, b: (2.0 * a, b),
+    "int32": lambda a, b: (2.0 * a, 2.0 * b.astype(a.dtype)),
     "nan_cotangents": lambda a, b: (jnp.where(jnp.arange(len(a))[:, None] == 0, 0.0, 2.0 * a), 2.0 * b),
 }
 
@@ -205,11 +210,13 @@ def declared(name, *excluded):
         return function(mesh, a, b)
 
     wrong.__name__ = f"wrong_{name}"
+    floats = values("normal", "ones")
     return scheme(
         reference=REFERENCES.get(name, lambda a, b: (2.0 * a, 2.0 * b)),
         mesh={"tp": (1, 2)}, inputs={"a": "b v/tp", "b": "b v/tp"}, outputs=("b v/tp", "b v/tp"),
-        draw={"a": values("normal", "ones"), "b": values("normal", "ones")}, dtypes=("float32",), engines=("lockstep",),
-        excluded_conditions=(*others, *excluded),
+        draw={"a": floats, "b": integers(1, 9) if name == "int32" else floats},
+        **({"dtypes": ("bfloat16",), "wider_inputs": ("b",)} if name == "wider_inputs" else {"dtypes": ("float32",)}),
+        engines=("lockstep",), excluded_conditions=(*others, *excluded),
         nan_cotangents={"out[0]": first_row} if name == "nan_cotangents" else None,
     )(wrong)  # fmt: skip
 
@@ -304,7 +311,7 @@ def test_half_of_the_cases_have_no_condition_and_no_condition_is_rare():
     in_addition = {*STORAGE, "overwritten", "autocast", "second_derivative"}
     without_conditions = [case for case in cases if not set(case.conditions) - in_addition]
     assert 0.4 < len(without_conditions) / len(cases) < 0.6
-    everywhere = set(CONDITIONS) - {"nan_cotangents"}
+    everywhere = set(CONDITIONS) - {"nan_cotangents", "wider_inputs", "int32"}
     counts = {name: sum(name in case.conditions for case in cases) for name in everywhere}
     assert min(counts.values()) > 8, counts
     assert 0.4 < sum(bool(set(STORAGE) & set(case.conditions)) for case in cases) / len(cases) < 0.6

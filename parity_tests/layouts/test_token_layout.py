@@ -211,7 +211,7 @@ def tables(ids, padded, real, mesh) -> tuple[Array, ...]:
 )
 def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
     """A layout copies its offsets: writing into the caller's later does not change it."""
-    offsets = padded.int(), real.int()
+    offsets = padded.clone().int(), real.clone().int()
     sizes = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     layout = TokenLayout.packed(*offsets, total=ids.shape[1], validate=validate, **sizes)
     for each in offsets:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from math import inf
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ OF_STRATEGY = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D")
 WAYS = ("by name", "by name and fill", "by layout", "by layout and offsets", "by mesh", "copied", "of DTensors")
 
 
-def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, way="by name", **chosen) -> Tensor:
+def parallel(
+    kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, way="by name", limits=(0.0, inf), **chosen
+) -> Tensor:
     """The mixer over cp with that strategy, in chunks of four tokens."""
     with_fill = None if cu is None else torch.cat([cu, cu.new_full((2,), -1)])
     if way.startswith("by layout"):
@@ -39,7 +42,12 @@ def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, way
         return kind(ranks, **sizes_of(parameters, groups), mixer=mixer, **chosen)
 
     module = Mamba2Mixer(
-        **settings_of(parameters, groups), chunk_size=4, context_parallel=strategy, device="meta", dtype=u.dtype
+        **settings_of(parameters, groups),
+        chunk_size=4,
+        dt_limit=limits,
+        context_parallel=strategy,
+        device="meta",
+        dtype=u.dtype,
     )
     by_name = dict(flat(parameters))
     if way == "of DTensors":

@@ -16,6 +16,8 @@ SPECS = {
     "norm": {"weight": "i cp=R"},
     "out_proj": {"weight": "d i cp=R"},
 }
+# A mixer creates them in float32, if its dtype has 16 bits.
+OF_THE_RECURRENCE = ("parameters.dt_bias", "parameters.A_log", "parameters.D")
 # r heads read one group. Of the groups no shape tells; an input as long as they are many does.
 SIZES = {
     "r": (2, 1),

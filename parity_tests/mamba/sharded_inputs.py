@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from parity_tests.mamba.by_name import flax_mixer
@@ -12,22 +13,27 @@ FOLLOW = {"e": (1, 2), "i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
 EACH = {**DRAW, "u": values("normal", "ties")}
 
 
-def dense(u, parameters, groups):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u)
+# A mixer's limits of a step: none, and two that many drawn steps exceed.
+LIMITS = {"limits": ((0.0, math.inf), (0.3, 0.8))}
 
 
-def packed(u, parameters, groups, cu):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u, cu)
+def dense(u, parameters, groups, limits):
+    return flax_mixer(parameters, **settings_of(parameters, groups), dt_limit=limits)(u)
+
+
+def packed(u, parameters, groups, cu, limits):
+    return flax_mixer(parameters, **settings_of(parameters, groups), dt_limit=limits)(u, cu)
 
 
 def sharded_rows(layout: str) -> dict[str, Any]:
     """A declaration of rows sharded by `layout`."""
     inputs = {"u": f"b t/cp{layout} d", "parameters": SPECS, "groups": "g"}
-    return {"reference": dense, "inputs": inputs, "outputs": f"b t/cp{layout} d", "draw": EACH}
+    return {"reference": dense, "inputs": inputs, "outputs": f"b t/cp{layout} d", "draw": EACH, "options": LIMITS}
 
 
 def sharded_stream(layout: str) -> dict[str, Any]:
     """A declaration of a stream sharded by `layout`."""
     inputs = {"u": f"1 t/cp{layout} d", "parameters": SPECS, "groups": "g", "cu": "q"}
     draw = {**EACH, "cu": offsets("t", padded=True)}
-    return {"reference": packed, "inputs": inputs, "outputs": f"1 t/cp{layout} d", "draw": draw}
+    outputs = f"1 t/cp{layout} d"
+    return {"reference": packed, "inputs": inputs, "outputs": outputs, "draw": draw, "options": LIMITS}

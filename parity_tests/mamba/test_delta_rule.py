@@ -85,6 +85,8 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "k"),
     sums="float32",
+    wide=("out[1]",),
+    wider_inputs=("beta",),
     roundings=48,  # the inverse of a chunk corrects a row by up to 24 rows before it, and backward does so again
 )
 
@@ -198,6 +200,7 @@ def states_that_stay(value, initial_state, has_initial):
     rank_options={"layout": ("dual_chunk_swap", "contiguous")},
     dtypes=("float32", "bfloat16", "float64"),
     sums="float32",
+    wide=True,
 )
 @pytest.mark.cases(9)
 def delta_rule_without_tokens(mesh, value, initial_state, has_initial, layout):

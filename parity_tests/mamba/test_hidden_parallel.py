@@ -10,6 +10,7 @@ from jax_ref.layouts import projection_columns as reference_columns
 from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parallel_strategy
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import WAYS, check_what_a_token_changes, on_ranks, parallel, rank_positions
+from parity_tests.mamba.parameters import OF_THE_RECURRENCE
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from parity_tests.parity import parity
 from shardproof import CaseSpec, Cost, scheme
@@ -46,7 +47,8 @@ class InParts:
         local = self.strategy.pre_conv_ssm(projected_states, cu_seqlens, layout=self.of_batch)
         parameters = self.strategy.ssm_parameters()
         ids = sequence_ids(local, cu_seqlens)
-        mixed = mix_columns(local, self.strategy.local, parameters, ids, chunk_size=self.strategy.chunk_size)
+        options = {"chunk_size": self.strategy.chunk_size, "dt_limit": self.strategy.dt_limit}
+        mixed = mix_columns(local, self.strategy.local, parameters, ids, **options)
         return self.strategy.post_conv_ssm(mixed, cu_seqlens, layout=self.of_batch)
 
 
@@ -71,7 +73,9 @@ class SharedProtocol:
         sizes = MambaSizes(
             strategy.num_heads_local, self.sizes["head_dim"], strategy.n_groups_local, self.sizes["d_state"]
         )
-        mixed = mix_columns(batch, sizes, parameters, sequence_ids(batch, cu_seqlens), chunk_size=4)
+        limits = self.sizes["mixer"].dt_limit
+        ids = sequence_ids(batch, cu_seqlens)
+        mixed = mix_columns(batch, sizes, parameters, ids, chunk_size=4, dt_limit=limits)
         out = strategy.post_conv_ssm(mixed if cu_seqlens is None else mixed[0], cu_seqlens)
         return out if cu_seqlens is None else out[None]
 
@@ -97,6 +101,7 @@ DECLARED = dict(
     rank_options={"fused": (True, False), "way": (*WAYS, "in parts", "by shared protocol")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
+    wider_inputs=OF_THE_RECURRENCE,
     roundings=8,  # the mixer's; a term of each rank in the gradients
     excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
     cost=cost,
@@ -104,18 +109,18 @@ DECLARED = dict(
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **sharded_rows(":dual_chunk_swap"), **DECLARED)
-def hidden_parallel(mesh, u, parameters, groups, fused, way):
-    return in_some_way(mesh, u, parameters, groups, fused=fused, way=way)
+def hidden_parallel(mesh, u, parameters, groups, limits, fused, way):
+    return in_some_way(mesh, u, parameters, groups, limits=limits, fused=fused, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **sharded_rows(""), **DECLARED)
-def hidden_parallel_contiguous(mesh, u, parameters, groups, fused, way):
-    return in_some_way(mesh, u, parameters, groups, fused=fused, way=way, layout="contiguous")
+def hidden_parallel_contiguous(mesh, u, parameters, groups, limits, fused, way):
+    return in_some_way(mesh, u, parameters, groups, limits=limits, fused=fused, way=way, layout="contiguous")
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **sharded_stream(":packed"), **DECLARED)
-def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused, way):
-    return in_some_way(mesh, u, parameters, groups, cu, fused=fused, way=way)
+def hidden_parallel_packed(mesh, u, parameters, groups, cu, limits, fused, way):
+    return in_some_way(mesh, u, parameters, groups, cu, limits=limits, fused=fused, way=way)
 
 
 SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)

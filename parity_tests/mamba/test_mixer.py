@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from parity_tests.mamba.by_name import flax_mixer
-from parity_tests.mamba.parameters import DRAW, ORDINARY, SIZES, SPECS, settings_of
+from parity_tests.mamba.parameters import DRAW, OF_THE_RECURRENCE, ORDINARY, SIZES, SPECS, settings_of
 from shardproof import offsets, scheme, values
 from shardproof.declare.declared import flat
 from torch_impl.mamba import Mamba2Mixer
@@ -46,6 +46,7 @@ class InParts(Mamba2Mixer):
     options={"variant": VARIANTS},
     rank_options={"chunk_size": (4, 1, 256), "in_parts": (False, True)},
     dtypes=("float32", "bfloat16", "float64"),
+    wider_inputs=OF_THE_RECURRENCE,
     reduction=("s", "i"),
     roundings=ROUNDINGS,
     excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
@@ -70,6 +71,8 @@ def steps_and_gate(dt, bias, y, z, limits):
     draw=dict.fromkeys(("dt", "bias", "y", "z"), values("normal", "normal", "ties", "ones")),
     dtypes=("bfloat16", "float32", "float64"),
     sums="float32",
+    wide=("out[0]",),
+    wider_inputs=("bias",),
     roundings=2,
     reduction=("s",),
 )
@@ -96,6 +99,7 @@ def norm_of_groups(y, weight, groups):
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("b", "s", "i"),
     sums="float32",
+    wider_inputs=("weight",),
     roundings=3,  # the mean of squares, its root, the normed values
 )
 def normed(mesh, y, weight, groups):

@@ -45,6 +45,7 @@ DECLARED = dict(
         "cu": offsets("s", padded=True),
     },
     reduction=("s", "n"),
+    wide=("out[1]",),
     roundings=4,  # the step, its logarithm, the state that enters a chunk, the result
 )
 
@@ -53,6 +54,7 @@ DECLARED = dict(
     rank_options={"chunk_size": (1, 2, 3, 4, 9, 256), "split": (0, 1, 2, 3), "is_rising": (True, False)},
     dtypes=("float32", "float64", "bfloat16"),
     sums="float32",
+    wider_inputs=("dt", "A", "D", "entering"),
     **{
         **DECLARED,
         "inputs": {**DECLARED["inputs"], "D": "h c cp=R"},

@@ -13,6 +13,7 @@ from parity_tests.mamba.over_ranks import (
     parallel,
     rank_positions,
 )
+from parity_tests.mamba.parameters import OF_THE_RECURRENCE
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from parity_tests.parity import parity
 from shardproof import Cost, scheme
@@ -43,6 +44,7 @@ DECLARED = dict(
     rank_options={"way": WAYS},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
+    wider_inputs=OF_THE_RECURRENCE,
     roundings=9,  # the mixer's and the incoming state's; a term of each rank in the gradients
     excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
 )
@@ -54,13 +56,13 @@ DECLARED = dict(
     **sharded_rows(":dual_chunk_swap"),
     **DECLARED,
 )
-def state_passing(mesh, u, parameters, groups, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, way=way)
+def state_passing(mesh, u, parameters, groups, limits, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, limits=limits, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **sharded_rows(""), **DECLARED)
-def state_passing_contiguous(mesh, u, parameters, groups, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, way=way, layout="contiguous")
+def state_passing_contiguous(mesh, u, parameters, groups, limits, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, limits=limits, way=way, layout="contiguous")
 
 
 @scheme(
@@ -69,13 +71,13 @@ def state_passing_contiguous(mesh, u, parameters, groups, way):
     **sharded_stream(":packed"),
     **DECLARED,
 )
-def state_passing_packed(mesh, u, parameters, groups, cu, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way)
+def state_passing_packed(mesh, u, parameters, groups, cu, limits, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way, limits=limits)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, cost=cost(lambda c: 1), **sharded_stream(""), **DECLARED)
-def state_passing_stream(mesh, u, parameters, groups, cu, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way, layout="contiguous")
+def state_passing_stream(mesh, u, parameters, groups, cu, limits, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way, limits=limits, layout="contiguous")
 
 
 SCHEMES = (state_passing, state_passing_contiguous, state_passing_packed, state_passing_stream)

@@ -38,12 +38,16 @@ def has_no_next(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def next_in_row_is_ignored(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
-    """Of u cells of each packed sequence, whether no token follows in it; `lengths_of` names the offsets."""
+    """Of u cells of each packed sequence, whether no token follows in it; `lengths_of` names the offsets.
+
+    With the option `without_last` the last sequence is the stream's padding, which has no cells of its own.
+    """
 
     def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         after, lengths = np.arange(1, case.u + 1), np.diff(inputs[lengths_of])[:, None]
         place = np.minimum(inputs["padded"][:-1, None] + after, case.t - 1)
-        return (after >= lengths) | IGNORED_TARGETS(case, inputs)[0, place]
+        is_padding = (np.arange(len(lengths)) == len(lengths) - 1)[:, None] & case.options.get("without_last", False)
+        return (after >= lengths) | IGNORED_TARGETS(case, inputs)[0, place] | is_padding
 
     return rows
 
@@ -75,6 +79,7 @@ def has_no_next_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, n
 
     def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         ignored = np.append(IGNORED_TARGETS(case, inputs)[0, 1:], True)
-        return is_last_in_stream(lengths_of)(case, inputs) | ignored
+        is_padding = (np.arange(case.t) >= inputs["padded"][-2]) & case.options.get("without_last", False)
+        return is_last_in_stream(lengths_of)(case, inputs) | ignored | is_padding
 
     return rows

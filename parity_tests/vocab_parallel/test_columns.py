@@ -16,6 +16,7 @@ from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
+WIDE_OUTPUTS = False
 RANKS = {"tp": (1, 2, 3, 4)}
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -88,6 +89,7 @@ def full_log_softmax(mesh, logits):
     draw={"ids": SOME_IGNORED},
     dims={"k": (1, 2, 3, 8, 0)},
     rank_options={"counted": (False, True)},
+    wide=True,
     dtypes=DTYPES,
     cost=lambda c: Cost(
         forward={

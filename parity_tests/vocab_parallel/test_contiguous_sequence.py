@@ -14,6 +14,7 @@ from shardproof import CaseSpec, Cost, integers, mask, scheme
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
+WIDE_OUTPUTS = False
 DECLARED = dict(
     mesh={"cp": (1, 2, 3, 4, 5)},
     outputs="b s/cp d",

@@ -33,6 +33,7 @@ OFTEN_SPREAD = values("large", "normal", "large", "neg_inf_mask", "large", "peak
     inputs={"student_logits": "b s v/tp:ragged", "target_logits": "b s v/tp:ragged"},
     draw={"student_logits": OFTEN_MASKED, "target_logits": OFTEN_SPREAD},
     nograd=("target_logits",),
+    wider_inputs=("student_logits", "target_logits"),
     **DECLARED,
 )
 @pytest.mark.cases(5, engine="gloo")

@@ -129,6 +129,7 @@ def of_stored(logits, target, keys, columns, temperature):
             over_cp=[(1, 8 * c.b * c.s // c.cp), (1, 2 * c.b * c.s // c.cp * c.accumulator_itemsize)],
         )
     ),
+    excluded_conditions=("inference_mode", "int32"),  # ids are sent in their dtype, of 8 bytes here
     **COMMON,
 )
 def entropy_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size):

@@ -30,7 +30,11 @@ NEVER_MASKED = values("normal", "large", "peaked", "ties", "tiny")
 BOTH = {"student_logits": "b s v/tp:ragged", "teacher_logits": "b s v/tp:ragged"}
 
 
-OF_BOTH = {**DECLARED, "rank_options": {**DECLARED["rank_options"], "is_cut": (False, True)}}
+OF_BOTH = {
+    **DECLARED,
+    "rank_options": {**DECLARED["rank_options"], "is_cut": (False, True)},
+    "wider_inputs": tuple(BOTH),
+}
 
 
 def cut(logits, is_cut):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import dual_chunk_swap
@@ -35,7 +36,8 @@ DECLARED = dict(
         "real": offsets("t"),
         "columns": integers(0, 0),
     },
-    options={"temperature": (1.0, 0.7)},
+    # Without the last sequence: its tokens are the padding of the stream, past the last offset.
+    options={"temperature": (1.0, 0.7), "without_last": (False, True)},
     rank_options={"chunk_size": (None, 1, 5)},
     dtypes=("float32", "bfloat16", "float64"),
     sums="float32",
@@ -58,8 +60,11 @@ def unread(lengths_of):
     }
 
 
-def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **options):
-    return vp.from_parallel_logits_to_logprobs_packed_sequences(
+def scored(mesh, logits, target, padded, columns, temperature, without_last, chunk_size, **options):
+    if without_last:
+        padded = padded[:-1]
+        options |= {name: offsets[:-1] for name, offsets in options.items() if name == "cu_seqlens"}
+    scores = vp.from_parallel_logits_to_logprobs_packed_sequences(
         logits,
         target,
         padded,
@@ -71,18 +76,21 @@ def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **opt
         sampling_params=SimpleNamespace(top_k=None, top_p=1.0, temperature=temperature),
         **options,
     )
+    return F.pad(scores, (0, 0, 0, 1)) if without_last else scores
 
 
-def by_padded(logits, target, padded, real, columns, temperature):
-    return packed_next_token_logprob(
-        logits, target, padded[:-1], jnp.diff(padded), len(columns) + 1, temperature=temperature
-    )
+def by_padded(logits, target, padded, real, columns, temperature, without_last=False):
+    lengths = without_tokens_of_last(jnp.diff(padded), without_last)
+    return packed_next_token_logprob(logits, target, padded[:-1], lengths, len(columns) + 1, temperature=temperature)
 
 
-def by_real(logits, target, padded, real, columns, temperature):
-    return packed_next_token_logprob(
-        logits, target, padded[:-1], jnp.diff(real), len(columns) + 1, temperature=temperature
-    )
+def by_real(logits, target, padded, real, columns, temperature, without_last):
+    lengths = without_tokens_of_last(jnp.diff(real), without_last)
+    return packed_next_token_logprob(logits, target, padded[:-1], lengths, len(columns) + 1, temperature=temperature)
+
+
+def without_tokens_of_last(lengths, without_last):
+    return lengths.at[-1].set(0) if without_last else lengths
 
 
 @scheme(
@@ -91,8 +99,8 @@ def by_real(logits, target, padded, real, columns, temperature):
     inputs=INPUTS,
     **unread("padded"),
 )
-def packed_next_tokens(mesh, logits, target, padded, real, columns, temperature, chunk_size):
-    return scored(mesh, logits, target, padded, columns, temperature, chunk_size)
+def packed_next_tokens(mesh, logits, target, padded, real, columns, temperature, without_last, chunk_size):
+    return scored(mesh, logits, target, padded, columns, temperature, without_last, chunk_size)
 
 
 @scheme(
@@ -101,8 +109,10 @@ def packed_next_tokens(mesh, logits, target, padded, real, columns, temperature,
     inputs=INPUTS,
     **unread("real"),
 )
-def packed_next_tokens_of_real_lengths(mesh, logits, target, padded, real, columns, temperature, chunk_size):
-    return scored(mesh, logits, target, padded, columns, temperature, chunk_size, cu_seqlens=real)
+def packed_next_tokens_of_real_lengths(
+    mesh, logits, target, padded, real, columns, temperature, without_last, chunk_size
+):
+    return scored(mesh, logits, target, padded, columns, temperature, without_last, chunk_size, cu_seqlens=real)
 
 
 def rolled_and_sharded(target, padded, cp, rank):
@@ -120,9 +130,13 @@ def rolled_and_sharded(target, padded, cp, rank):
     inputs=INPUTS,
     **unread("padded"),
 )
-def packed_next_tokens_rolled_before(mesh, logits, target, padded, real, columns, temperature, chunk_size):
+def packed_next_tokens_rolled_before(
+    mesh, logits, target, padded, real, columns, temperature, without_last, chunk_size
+):
     rolled = rolled_and_sharded(target, padded, mesh.size("cp"), mesh.rank("cp"))
-    return scored(mesh, logits, rolled, padded, columns, temperature, chunk_size, target_is_pre_rolled=True)
+    return scored(
+        mesh, logits, rolled, padded, columns, temperature, without_last, chunk_size, target_is_pre_rolled=True
+    )
 
 
 SCHEMES = (packed_next_tokens, packed_next_tokens_of_real_lengths, packed_next_tokens_rolled_before)

@@ -10,6 +10,7 @@ from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
+WIDE_OUTPUTS = False
 DECLARED = dict(
     reference=same, mesh={"tp": (1, 2, 3, 4)}, dtypes=("float32", "bfloat16", "float64", "float16"), roundings=0
 )

@@ -10,6 +10,7 @@ from shardproof import CaseSpec, Cost, check_cases, scheme
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
+WIDE_OUTPUTS = False
 RANKS = {"cp": (1, 2, 3, 4)}
 DTYPES = ("float32", "bfloat16", "float64", "float16")
 SEQ_DIMS = {"seq_dim": (1, -2, 0, 2, -1, -3)}

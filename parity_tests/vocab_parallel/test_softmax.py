@@ -10,6 +10,7 @@ from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
+WIDE_OUTPUTS = False
 DECLARED = dict(
     mesh={"tp": (1, 2, 3, 4)},
     inputs={"logits": "b s v/tp:ragged"},

@@ -35,6 +35,7 @@ STORED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     sums="float32",
     reduction=("v",),
+    excluded_conditions=("inference_mode", "int32"),  # ids are sent in their dtype, of 8 bytes here
 )
 
 

@@ -21,6 +21,7 @@ from torch_impl import vocab_parallel as vp
 from torch_impl.collectives.plain import all_gather_stack
 from torch_impl.layouts import TokenLayout
 
+WIDE_OUTPUTS = False
 DEPTHS = (1, 2, 3, 6)
 DECLARED = dict(
     contract=vp.tokens_ahead,
@@ -144,7 +145,8 @@ def ids_ahead(
 ) -> Int[Tensor, "k b t"]:
     """A call for each depth, all with one layout."""
     layout = TokenLayout.packed(cu_padded, cu_real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
-    calls = [vp.tokens_ahead(x, layout, mesh["cp"], depth, fill) for depth in range(1, len(depths) + 1)]
+    ids = x.long()  # which has a place for every fill
+    calls = [vp.tokens_ahead(ids, layout, mesh["cp"], depth, fill) for depth in range(1, len(depths) + 1)]
     return torch.stack([results[-1] for results in calls])
 
 

@@ -95,6 +95,7 @@ def transposed_lookup(logits, ids, g):
     nograd=("logits",),
     reduction=("k",),
     sums="float32",
+    wide=False,
     dtypes=("float32", "float64", "bfloat16"),
 )
 @pytest.mark.cases

@@ -27,6 +27,7 @@ from torch_impl.vocab_parallel.radix_selection import (
 )
 from torch_impl.vocab_parallel.topk_by_radix import _listed_above
 
+WIDE_OUTPUTS = False
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

@@ -49,7 +49,7 @@ def test_a_module_or_its_nearest_package_says_what_its_schemes_exclude(monkeypat
         monkeypatch.setitem(sys.modules, name, module)
     assert excluded_by_default("house.room.book") == ("frozen",)
     assert excluded_by_default("house.room.shelf") == ("unused",)
-    by_default = ("inference_mode", "overwritten", "autocast", "recomputed", "second_derivative")
+    by_default = ("inference_mode", "overwritten", "int32", "autocast", "recomputed", "second_derivative")
     assert excluded_by_default("another") == by_default
     vars(sys.modules["house"])["EXCLUDED_CONDITIONS"] = "frozen"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from shardproof.declare import dim_formulas, discover, from_contract, validation
+from shardproof.declare import declared_dtypes, dim_formulas, discover, from_contract, validation
 from shardproof.declare.case import CaseSpec, SizesAndOptions
 from shardproof.declare.declaration_errors import DeclarationErrors
 from shardproof.declare.declared import Cost, Declared
@@ -112,6 +112,8 @@ def scheme(
     reduction: tuple[str, ...] | None = None,
     roundings: int = 1,
     sums: str | None = None,
+    wide: bool | tuple[str, ...] | None = None,
+    wider_inputs: tuple[str, ...] = (),
     inside: str | None = None,
     ties: str | None = None,
     cost: Callable[..., Cost | Sequence[Cost]] | None = None,
@@ -145,6 +147,10 @@ def scheme(
     `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum that is kept in
     bfloat16 is then a mismatch, which the default budget allows; `roundings` then counts values stored in float32.
     Intermediates that the reference marks by `shardproof.stored` are rounded too, as their gradients are.
+    `wide` names the outputs that are float32 or wider in every tested dtype, True for all; the others then have the
+    tested dtype. By default no dtype of an output is checked, unless the file or its package has WIDE_OUTPUTS, True or
+    False for all its schemes. `wider_inputs` names inputs that may be float32 where the tested dtype has 16 bits, as
+    they are in half of these cases.
     `inside="bfloat16"` says that intermediates are narrower than the tested dtype, as in an iteration that always runs
     in it.
     `ties="ordered"` promises which of equal inputs comes first, as in a stable sort: another order is then a mismatch,
@@ -155,7 +161,7 @@ def scheme(
     the function, on every engine; `around(mesh)` returns a context manager, which each rank enters for forward and
     backward. `isolate` names further modules and packages with separate globals for each rank of lockstep, like the
     scheme's own file and its imports. `excluded_conditions` names the calling conditions that the function does not
-    support; by default `inference_mode`, `overwritten`, `autocast`, `recomputed` and `second_derivative`.
+    support; by default `inference_mode`, `overwritten`, `int32`, `autocast`, `recomputed` and `second_derivative`.
     `nan_cotangents` names outputs with rows that no gradient depends on, such as padding, each with a function
     `(case, inputs)` of the sizes and options of a case and its full inputs by name, which returns bools over leading
     dims of the output, True for these rows: a function must not read their cotangents, which are NaN in half of the
@@ -189,6 +195,8 @@ def scheme(
         excluded = errors.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
         errors.of(validation.check_promises, roundings, sums, inside, ties, nan_cotangents or {}, results)
+        wide_outputs = errors.of(declared_dtypes.wide_outputs, fn.__module__ or "", wide, results)
+        errors.of(declared_dtypes.check_wider_inputs, wider_inputs, leaves)
         errors.raise_all()
         return Scheme(
             name=name,
@@ -207,6 +215,8 @@ def scheme(
             reduction=reduction,
             roundings=roundings,
             sums=sums,
+            wide=wide_outputs,
+            wider_inputs=tuple(wider_inputs),
             inside=inside,
             ties=ties,
             cost=cost,

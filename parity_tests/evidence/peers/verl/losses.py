@@ -105,7 +105,11 @@ def agg_loss_over_the_width_of_a_rank(mesh: Any, losses: torch.Tensor, mask: tor
 
 
 # Means over all ranks, of values without a gradient. They are over the default group, by its manual.
-WORLD = {**MASKED, "nograd": ("losses",), "excluded_conditions": ("larger_world", "autocast", "second_derivative")}
+WORLD = {
+    **MASKED,
+    "nograd": ("losses",),
+    "excluded_conditions": ("larger_world", "int32", "autocast", "second_derivative"),
+}
 
 
 @scheme(reference=token_mean, outputs="dp=I", assume=lambda case: case.n > 0, **WORLD)

@@ -19,6 +19,8 @@ output, one forward and one backward. The conditions by name, each with its valu
     overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage; and
                      into all tensors of a call before and the gradients of a first backward
     nan_cotangents   [outputs] whose cotangent is NaN in the rows that the scheme declares as not read
+    wider_inputs     [inputs] in float32, in a case of 16 bits: numbers and tensors
+    int32            [integer inputs] of that dtype in place of int64
     autocast         true: the forward of a float32 case runs under torch.autocast to bfloat16
     recomputed       true: backward runs the forward again, under torch.utils.checkpoint
     second_derivative  true: the gradient of another call is differentiated once more; see
@@ -49,6 +51,8 @@ CONDITIONS = (
     "inference_mode",
     "overwritten",
     "nan_cotangents",
+    "wider_inputs",
+    "int32",
     "autocast",
     "recomputed",
     "second_derivative",
@@ -59,6 +63,8 @@ LARGER_WORLD = "larger_world"
 WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 OTHER_CALLS = ("call_before", "call_between")
 VIEWS = ("strided", "expanded")
+# With a value for each of several tensors.
+OF_TENSORS = (*VIEWS, "frozen", "unused", "nan_cotangents", "wider_inputs", "int32")
 # Conditions under which a function may send less than its declared cost, or send it twice.
 OF_ANOTHER_COST = (
     *("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS),
@@ -67,13 +73,13 @@ OF_ANOTHER_COST = (
 # Under these a function may differ by design, for example compute no gradient for a frozen weight.
 NOT_ALWAYS_PROMISED = (
     *("frozen", "unused", "second_backward", *WITHOUT_GRADIENTS),
-    *("overwritten", "autocast", "recomputed", "second_derivative"),
+    *("overwritten", "int32", "autocast", "recomputed", "second_derivative"),
 )
 COTANGENT = "cotangent "
 EXCLUDED = "EXCLUDED_CONDITIONS"  # a module or package lists by this name the conditions that all its schemes exclude
 # Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few are
-# differentiated twice or recomputed, and torch's own operations follow autocast.
-EXCLUDED_BY_DEFAULT = ("inference_mode", "overwritten", "autocast", "recomputed", "second_derivative")
+# differentiated twice or recomputed, torch's own operations follow autocast, and some of them take int64 alone.
+EXCLUDED_BY_DEFAULT = ("inference_mode", "overwritten", "int32", "autocast", "recomputed", "second_derivative")
 
 
 def excluded_by_default(module: str) -> Sequence[str]:
@@ -81,12 +87,17 @@ def excluded_by_default(module: str) -> Sequence[str]:
 
     If none says so: conditions that correct training code often does not support.
     """
+    return of_nearest(module, EXCLUDED, EXCLUDED_BY_DEFAULT)
+
+
+def of_nearest(module: str, name: str, otherwise: Any) -> Any:
+    """The value that a module has under this name, or else the nearest of its packages."""
     while module:
-        excluded = getattr(sys.modules.get(module), EXCLUDED, None)
-        if excluded is not None:
-            return excluded
+        value = getattr(sys.modules.get(module), name, None)
+        if value is not None:
+            return value
         module = module.rpartition(".")[0]
-    return EXCLUDED_BY_DEFAULT
+    return otherwise
 
 
 def phrases(case: CaseSpec) -> list[str]:
@@ -131,6 +142,8 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
         "expanded": "{} is an expanded view, of stride 0",
         "frozen": "{} requires no gradient",
         "unused": "{} has no cotangent",
+        "wider_inputs": "{} is float32",
+        "int32": "{} is int32",
     }
     if name in each:
         return [each[name].format(_tensor(tensor)) for tensor in value]
@@ -170,7 +183,7 @@ def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
     for name in case.conditions:
         yield case.replace(conditions=_without(case.conditions, name))
     for name, value in case.conditions.items():
-        if name in ("strided", "expanded", "frozen", "unused", "nan_cotangents") and len(value) > 1:
+        if name in OF_TENSORS and len(value) > 1:
             for tensor in value:
                 rest = {k: v for k, v in value.items() if k != tensor} if isinstance(value, Mapping) else None
                 rest = [other for other in value if other != tensor] if rest is None else rest
@@ -196,6 +209,11 @@ def other_cases(case: CaseSpec) -> list[CaseSpec]:
 def record_of(case: CaseSpec) -> dict[str, Any]:
     """The fields of a case that `other_case` needs."""
     return {name: getattr(case, name) for name in ("dims", "dtype", "layouts", "lengths", "values", "options", "seed")}
+
+
+def dtype_of(case: CaseSpec, name: str) -> str:
+    """The dtype of a floating input."""
+    return "float32" if name in case.conditions.get("wider_inputs", ()) else case.dtype
 
 
 def has_gradients(case: CaseSpec, name: str) -> bool:

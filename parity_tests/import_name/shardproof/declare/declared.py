@@ -161,6 +161,8 @@ class Declared:
     assume: Callable[[SizesAndOptions], Any] | None = None  # `assume(case)`: whether these sizes are drawn
     excluded_conditions: tuple[str, ...] = ()  # calling conditions that the function does not support
     sums: str | None = None  # "float32": only inputs and results are rounded to a narrower tested dtype
+    wide: tuple[str, ...] | None = None  # outputs in float32 or wider, the others in the tested dtype; None: unchecked
+    wider_inputs: tuple[str, ...] = ()  # inputs that may be float32 where the tested dtype has 16 bits
     ties: str | None = None  # "ordered": which of equal inputs comes first is promised
     inside: str | None = None  # the dtype of intermediates, if narrower than the tested one
     nan_cotangents: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # of an output: the rows not read

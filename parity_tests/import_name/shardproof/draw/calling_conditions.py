@@ -1,8 +1,9 @@
 """Draw the calling conditions of a case: one or two ways to call it for half of the cases.
 
 The others are drawn in addition. Those that cost nothing: for half of all cases, how their tensors are stored, that the
-caller overwrites its inputs, and that cotangents are NaN in rows that a scheme declares as not read; for half of the
-float32 cases, that autocast is on. Where no cotangents are NaN, a quarter of the cases in the widest dtype are
+caller overwrites its inputs, that cotangents are NaN in rows that a scheme declares as not read, and that integers are
+int32; for half of the float32 cases, that autocast is on; for half of the cases of 16 bits, that inputs are float32
+which the scheme says may be. Where no cotangents are NaN, a quarter of the cases in the widest dtype are
 differentiated twice.
 """
 
@@ -26,14 +27,17 @@ from shardproof.draw.inputs import addend_axes
 
 HOW_MANY = (0, 0, 1, 2)
 # Relative frequency of conditions; those with many variants, one per tensor, are drawn more often.
-SHARES = {"strided": 4, "expanded": 2, "frozen": 2, "unused": 2, "second_backward": 2}
+SHARES = {"strided": 4, "expanded": 2, "frozen": 2, "unused": 2, "second_backward": 4}
 STORAGE = ("strided", "expanded", "one_storage", "same_tensor")  # a tensor is stored in one way
+OF_ONE_DTYPE = ("one_storage", "same_tensor")
 STRIDES = ("transposed", "stepped", "swapped")
 TREES_OF_PARAMETERS = ("parameters", "params", "weights")
 PARAMETERS = ("weight", "bias")
 ENDINGS = ("_weight", "_bias")
 OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid if all rows are equal
+OF_INTEGERS = ("ids", "offsets", "lengths", "integers")
 OF_EQUAL_FLOATS = ("zeros", "ones")
+NARROW = ("bfloat16", "float16")
 WIDE = ("float64", "float32")
 DIFFERENTIATED_TWICE = (False, False, False, True)
 EVALUATED = (False, False, True)  # a call before: is it an evaluation?
@@ -61,6 +65,12 @@ def draw_conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseS
         conditions["overwritten"] = True
     if scheme.nan_cotangents and "nan_cotangents" not in scheme.excluded_conditions and choose((False, True)):
         conditions["nan_cotangents"] = list(scheme.nan_cotangents)
+    may_be_wider = scheme.wider_inputs and dtype in NARROW and "wider_inputs" not in scheme.excluded_conditions
+    if may_be_wider and not set(OF_ONE_DTYPE) & set(conditions) and choose((False, True)):
+        conditions["wider_inputs"] = [choose(scheme.wider_inputs)] if choose((True, False)) else [*scheme.wider_inputs]
+    of_integers = [arg.name for arg in scheme.inputs if scheme.draws[arg.name].kind in OF_INTEGERS]
+    if of_integers and "int32" not in scheme.excluded_conditions and choose((False, True)):
+        conditions["int32"] = [choose(of_integers)] if choose((True, False)) else of_integers
     if dtype == "float32" and "autocast" not in scheme.excluded_conditions and choose((False, True)):
         conditions["autocast"] = True
     if _may_be_differentiated_twice(scheme, conditions, dtype) and choose(DIFFERENTIATED_TWICE):

@@ -18,7 +18,7 @@ from numpy.random import Generator, Philox
 import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
 from shardproof.declare.case import CaseSpec
-from shardproof.declare.conditions import COTANGENT
+from shardproof.declare.conditions import COTANGENT, dtype_of
 from shardproof.declare.draws import ALIKE, UNEVEN, Draw, alike, with_border
 from shardproof.declare.spec import Dim, Sharding
 from shardproof.draw import custom_layout
@@ -60,7 +60,7 @@ def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
         array = np.broadcast_to(array[:1], array.shape).copy()
     elif draw.nan_rows is not None and value.get("padding") == "nan":
         array = np.where(draw.nan_rows(case, array.shape)[..., None], np.nan, array)
-    return array if arg.is_integer else rounded(array, case.dtype)
+    return array if arg.is_integer else rounded(array, dtype_of(case, arg.name))
 
 
 def uneven_rows(arg: Argument, pattern: str, shard: int, case: CaseSpec) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How a rank is called: the strides of its tensors, and which of them share storage."""
+"""How a rank is called: the strides of its tensors, the dtype of its integers, and which tensors share storage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -56,6 +57,14 @@ def _expanded(tensor: torch.Tensor, *, every_dim: bool) -> torch.Tensor:
     """A view of stride 0 if the values are equal; values that the user passes may not be."""
     one = tensor[(slice(0, 1),) * (tensor.ndim if every_dim else 1)]
     return one.clone().expand(tensor.shape) if bool((tensor == one).all()) else tensor
+
+
+def of_integer_dtype(full: np.ndarray, label: str, case: CaseSpec) -> np.ndarray:
+    """The same integers as int32, if the case asks for that and all of them fit; ranks have one dtype."""
+    if full.dtype != np.int64 or label not in case.conditions.get("int32", ()):
+        return full
+    narrow = full.astype(np.int32)
+    return narrow if np.array_equal(narrow, full) else full
 
 
 def in_one_storage(leaves: Mapping[str, torch.Tensor], case: CaseSpec) -> dict[str, torch.Tensor]:

@@ -222,11 +222,13 @@ class Program:
 
     def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], device: str) -> torch.Tensor:
         if arg.is_integer:
-            local = inputs.piece(arg, self.full_array(arg, case), case, coords, self.layouts)
+            full = calling.of_integer_dtype(self.full_array(arg, case), arg.name, case)
+            local = inputs.piece(arg, full, case, coords, self.layouts)
             return calling.stored(torch.from_numpy(local.copy()).to(device), arg.name, case)
         addend = inputs.addend_of_rank(arg, self.addends(arg, case, "input"), case, coords, role="input")
         local = inputs.piece(arg, addend, case, coords, self.layouts)
-        leaf = calling.stored(torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype)), arg.name, case)
+        dtype = getattr(torch, conditions.dtype_of(case, arg.name))
+        leaf = calling.stored(torch.from_numpy(local.copy()).to(device, dtype), arg.name, case)
         return leaf.requires_grad_(arg.differentiable and arg.name not in case.conditions.get("frozen", ()))
 
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:

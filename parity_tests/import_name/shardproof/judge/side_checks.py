@@ -1,7 +1,8 @@
 """The three oracles besides values: protocol, cost and hygiene.
 
 The ranks' collectives fit together; calls and bytes are as declared; no input was modified, replicas are bitwise equal,
-the random state is unchanged, and inside a larger world the default group was not used. Each oracle returns its
+outputs have their declared dtypes, the random state is unchanged, and inside a larger world the default group was not
+used. Each oracle returns its
 findings as sentences; an empty tuple is a pass.
 """
 
@@ -18,6 +19,7 @@ from shardproof.declare.conditions import OF_ANOTHER_COST
 from shardproof.declare.counted import counted
 from shardproof.declare.declaration_failure import raised_by
 from shardproof.declare.declared import Cost, Declared
+from shardproof.declare.declared_dtypes import declared_dtypes
 from shardproof.draw import inputs
 from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.ledger import PHASES, CallSite, Finding, Ledger, LedgerRow
@@ -159,7 +161,7 @@ def hygiene(
     Other groups outside the mesh, such as those from `dist.new_group`, are not checked.
     """
     sentences = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.hygiene]
-    sentences += _unlike_dtypes(results)
+    sentences += _unlike_dtypes(results) or _undeclared_dtypes(scheme, case, results[0])
     if scheme.replicas == "bitwise":
         sentences += [text for tensor in tensors for text in _replicas(tensor)]
     if "second_derivative" in case.conditions:
@@ -187,6 +189,15 @@ def _unlike_dtypes(results: Sequence[RankResult]) -> list[str]:
         for rank, result in enumerate(results)
         for name, dtype in result.dtypes.items()
         if dtype != first[name]
+    ]
+
+
+def _undeclared_dtypes(scheme: Declared, case: CaseSpec, result: RankResult) -> list[str]:
+    """One sentence for each output whose dtype differs from the one that `wide` declares."""
+    return [
+        f"'{name}' is {result.dtypes[name]}, declared {dtype} for {case.dtype} inputs"
+        for name, dtype in declared_dtypes(scheme.outputs, scheme.wide, case.dtype).items()
+        if result.dtypes[name] != dtype
     ]
 
 

@@ -1,0 +1,45 @@
+"""The dtypes that a scheme declares: of its outputs by `wide`, of its inputs by `wider_inputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardproof.declare.conditions import of_nearest
+from shardproof.declare.declaration_errors import DeclarationErrors
+from shardproof.declare.declared import Argument
+
+WIDE = "WIDE_OUTPUTS"  # a module or package says by this name what `wide` is for its schemes: True or False
+WIDENED = {"bfloat16": "float32", "float16": "float32"}
+
+
+def wide_outputs(
+    module: str, wide: bool | Sequence[str] | None, outputs: Sequence[Argument], errors: DeclarationErrors
+) -> tuple[str, ...] | None:
+    """The outputs that are float32 or wider: the keyword's, or else those that the module or its packages declare.
+
+    Errors: for a text, or another name than an output's.
+    """
+    names, wide = _floating(outputs), of_nearest(module, WIDE, None) if wide is None else wide
+    if wide is None or isinstance(wide, bool):
+        return wide if wide is None else names * wide
+    if isinstance(wide, str) or not set(wide) <= set(names):
+        raise errors(f"wide is {wide!r}; name outputs of ({', '.join(names)}) in a tuple, or write True for all")
+    return tuple(wide)
+
+
+def check_wider_inputs(names: Sequence[str], inputs: Sequence[Argument], errors: DeclarationErrors) -> None:
+    """Errors: for a text, or a name that is no floating input's."""
+    floating = _floating(inputs)
+    if isinstance(names, str) or not set(names) <= set(floating):
+        raise errors(f"wider_inputs is {names!r}; name inputs of ({', '.join(floating)}) in a tuple")
+
+
+def declared_dtypes(outputs: Sequence[Argument], wide: tuple[str, ...] | None, dtype: str) -> dict[str, str]:
+    """The dtype of each floating output for inputs of the tested `dtype`; none if nothing is declared."""
+    if wide is None:
+        return {}
+    return {name: WIDENED.get(dtype, dtype) if name in wide else dtype for name in _floating(outputs)}
+
+
+def _floating(arguments: Sequence[Argument]) -> tuple[str, ...]:
+    return tuple(arg.name for arg in arguments if not arg.is_integer and not arg.modified)
