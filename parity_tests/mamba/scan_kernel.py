@@ -19,6 +19,7 @@ from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import mamba_ssm_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED_S = 240.0  # an interpreted kernel reaches no collective for half a minute on a busy machine
 SEEDS = 3
 
 
@@ -51,6 +52,6 @@ if __name__ == "__main__":
         plain = {
             name: value if value["kind"] == "offsets" else {"kind": "normal"} for name, value in case.values.items()
         }
-        report = verify_case(scanned_by_kernel, case.replace(values=plain))
+        report = verify_case(scanned_by_kernel, case.replace(values=plain), quiet_s=INTERPRETED_S)
         report.raise_if_failed()
     print(f"{SEEDS} passed on {DEVICE}")

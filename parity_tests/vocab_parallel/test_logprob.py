@@ -310,7 +310,7 @@ COMPILED = [
 def test_parity_of_the_compiled_backend(sizes):
     """Declared here, so that no other run compiles it."""
 
-    @scheme(reference=logprob_and_negative_entropy, outputs=("b s tp=I", "b s tp=I"), cost=one_exchange(4), **DECLARED)
+    @scheme(reference=logprob_and_negative_entropy, outputs=("b s tp=I", "b s tp=I"), cost=one_exchange(4), **OF_BOTH)
     def compiled_logprob(mesh, logits, target, temperature):
         start, end = owned_range(mesh)
         owned = dict(vocab_start_index=start, vocab_end_index=end)
