@@ -41,7 +41,7 @@ def declared(mesh, gradients, dims, **more):
         inputs={"gradients": gradients},
         outputs={"norm": replicated, "norm_before": replicated, **gradients},
         dims=dims,
-        draw=dict.fromkeys(names, values("normal", "zeros", "ties", "nan", "large")),
+        draw=dict.fromkeys(names, values("normal", "zeros", "ties", "nan")),
         nograd=names,
         options=NORMS,
         dtypes=DTYPES,
@@ -166,12 +166,18 @@ def clipped_over_stages(mesh, gradients, max_norm, norm_type, error_if_nonfinite
 # Shards that are plain tensors, as in Megatron's layers
 
 
+PLAIN = {"columns": "f/tp d", "replicated": "d tp=I"}
+LARGE = dict.fromkeys((f"gradients.{name}" for name in PLAIN), values("normal", "zeros", "ties", "nan", "large"))
+# 1 / p of other p is rounded, which the root of a large sum multiplies by its logarithm, in torch too.
+EXACT = {**NORMS, "norm_type": (1.0, 2.0, 4.0, math.inf)}
+
+
 @scheme(
-    **declared(
-        {"tp": (1, 2, 4, 5, 7)},
-        {"columns": "f/tp d", "replicated": "d tp=I"},
-        {"f": (140,), "d": (3,)},  # each number of ranks divides f
-    )
+    **{
+        **declared({"tp": (1, 2, 4, 5, 7)}, PLAIN, {"f": (140,), "d": (3,)}),  # each number of ranks divides f
+        "draw": LARGE,
+        "options": EXACT,
+    }
 )
 def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
     parameters = {name: parameter(x) for name, x in gradients.items()}
@@ -183,9 +189,7 @@ def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinit
 
 
 UNLIKE = {"rows": "e/tp:ragged d", "wide": "g/tp:ragged", "replicated": "d tp=I"}
-FINITE = dict.fromkeys(
-    (f"gradients.{name}" for name in UNLIKE), values("normal", "zeros", "ties", "large")
-)  # 0 * NaN is none
+FINITE = dict.fromkeys((f"gradients.{name}" for name in UNLIKE), values("normal", "zeros", "ties"))  # 0 * NaN is none
 
 
 @scheme(**{**declared({"tp": (1, 2, 3, 4)}, UNLIKE, {}), "draw": FINITE})

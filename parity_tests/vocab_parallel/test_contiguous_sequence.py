@@ -70,7 +70,8 @@ def next_ids(ids, is_real, fill):
     inputs={"ids": "b s/cp", "is_real": "b s/cp"},
     outputs=("b s/cp", "b s/cp"),
     draw={"ids": integers(-3, 9), "is_real": mask("s")},
-    options={"fill": (-100, 0, 2**53 + 1)},  # the last is no float64,
+    options={"fill": (-100, 0, 2**53 + 1)},  # the last is no float64, and no int32
+    excluded_conditions=("inference_mode", "int32"),
 )
 def next_id(mesh, ids, is_real, fill) -> tuple[Int[Tensor, "b s"], Bool[Tensor, "b s"]]:
     return vp.cp_shift_next(ids, mesh["cp"], 1, fill), vp.cp_shift_next(is_real, mesh["cp"], 1, False)

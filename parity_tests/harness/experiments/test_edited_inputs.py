@@ -125,4 +125,5 @@ def test_no_note_where_no_single_edit_of_an_input_explains_the_result(function):
 def test_the_gradient_of_a_change_is_its_transpose(change):
     rng = np.random.default_rng(0)
     x, dx, c = rng.standard_normal((3, 2, 3))
-    assert np.vdot(change.of(x + dx) - change.of(x), c) == pytest.approx(np.vdot(dx, change.back(c)))
+    x, dx, c = np.round(x), np.round(dx), np.round(c)  # whole numbers are exact
+    assert np.vdot(change.of(x + dx) - change.of(x), c) == np.vdot(dx, change.back(c))

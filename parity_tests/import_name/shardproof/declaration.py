@@ -195,8 +195,7 @@ def scheme(
         excluded = errors.of(validation.excluded_conditions, fn.__module__ or "", excluded_conditions) or ()
         validation.check_choices(dtypes, engines, replicas, reduction if all_read else (), leaves, results, errors)
         errors.of(validation.check_promises, roundings, sums, inside, ties, nan_cotangents or {}, results)
-        wide_outputs = errors.of(declared_dtypes.wide_outputs, fn.__module__ or "", wide, results)
-        errors.of(declared_dtypes.check_wider_inputs, wider_inputs, leaves)
+        dtypes_of = declared_dtypes.checked(fn.__module__ or "", wide, wider_inputs, leaves, results, errors)
         errors.raise_all()
         return Scheme(
             name=name,
@@ -215,8 +214,7 @@ def scheme(
             reduction=reduction,
             roundings=roundings,
             sums=sums,
-            wide=wide_outputs,
-            wider_inputs=tuple(wider_inputs),
+            **dtypes_of,
             inside=inside,
             ties=ties,
             cost=cost,
@@ -229,12 +227,16 @@ def scheme(
             assume=assume,
             isolate=tuple(isolate),
             excluded_conditions=excluded,
-            file=fn.__code__.co_filename,
-            line=fn.__code__.co_firstlineno,
-            declared_by=_module_being_imported(),
+            **_place(fn),
         )
 
     return declare
+
+
+def _place(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The lines of a function, and the module whose import declares it."""
+    code = fn.__code__
+    return {"file": code.co_filename, "line": code.co_firstlineno, "declared_by": _module_being_imported()}
 
 
 def _module_being_imported() -> str | None:

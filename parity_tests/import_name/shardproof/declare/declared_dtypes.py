@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from shardproof.declare.conditions import of_nearest
 from shardproof.declare.declaration_errors import DeclarationErrors
@@ -12,7 +13,20 @@ WIDE = "WIDE_OUTPUTS"  # a module or package says by this name what `wide` is fo
 WIDENED = {"bfloat16": "float32", "float16": "float32"}
 
 
-def wide_outputs(
+def checked(
+    module: str,
+    wide: bool | Sequence[str] | None,
+    wider_inputs: Sequence[str],
+    inputs: Sequence[Argument],
+    outputs: Sequence[Argument],
+    errors: DeclarationErrors,
+) -> dict[str, Any]:
+    """Both declarations as fields of a scheme; their errors are collected."""
+    errors.of(_check_wider_inputs, wider_inputs, inputs)
+    return {"wide": errors.of(_wide_outputs, module, wide, outputs), "wider_inputs": tuple(wider_inputs)}
+
+
+def _wide_outputs(
     module: str, wide: bool | Sequence[str] | None, outputs: Sequence[Argument], errors: DeclarationErrors
 ) -> tuple[str, ...] | None:
     """The outputs that are float32 or wider: the keyword's, or else those that the module or its packages declare.
@@ -27,7 +41,7 @@ def wide_outputs(
     return tuple(wide)
 
 
-def check_wider_inputs(names: Sequence[str], inputs: Sequence[Argument], errors: DeclarationErrors) -> None:
+def _check_wider_inputs(names: Sequence[str], inputs: Sequence[Argument], errors: DeclarationErrors) -> None:
     """Errors: for a text, or a name that is no floating input's."""
     floating = _floating(inputs)
     if isinstance(names, str) or not set(names) <= set(floating):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import COTANGENT
@@ -101,8 +101,7 @@ def called(function: Callable[[], Any], case: CaseSpec) -> Any:
     """
     if not case.conditions.get("recomputed"):
         return function()
-    with set_checkpoint_early_stop(False):
-        return checkpoint(function, use_reentrant=False)
+    return checkpoint(function, use_reentrant=False, early_stop=False)
 
 
 def gradients(
