@@ -158,6 +158,8 @@ class BugRunner:
             return []
         with modules.suspended():
             healthy = trial.healthy
+        if healthy.is_undecided:
+            return []
         if not healthy.ok:
             raise FalseAlarm(f"scheme {trial.scheme.name!r} fails without any bug: {words(healthy)}\n{trial.case.json}")
         return [Catch(trial.scheme.name, example, oracles(report), words(report))]

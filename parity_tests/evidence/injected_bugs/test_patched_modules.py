@@ -3,6 +3,7 @@
 import inspect
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 import torch_impl.collectives.plain
@@ -10,7 +11,9 @@ from parity_tests import warm_python
 from parity_tests.collectives import test_schemes as schemes
 from parity_tests.evidence.injected_bugs.injected_bug import ROOT, InjectedBug, StaleBug, patched_text, source, symbols
 from parity_tests.evidence.injected_bugs.patched_modules import PatchedModules
-from parity_tests.evidence.injected_bugs.runner import BugRunner, oracles, patched_schemes
+from parity_tests.evidence.injected_bugs.runner import BugRunner, FalseAlarm, oracles, patched_schemes
+from parity_tests.evidence.injected_bugs.trials import Trial
+from shardproof import scheme, values
 from shardproof.declare.discover import TABLE
 from shardproof.draw import inputs
 from shardproof.engines.lockstep import lockstep
@@ -79,6 +82,25 @@ def test_a_bug_is_caught_and_gone_afterwards(engine):
     assert "value" in catch.oracles
     assert all(trial.healthy.ok for trials in runner.schemes for trial in trials.drawn)
     assert (ROOT / PLAIN).read_bytes() == text
+
+
+def test_a_case_without_a_single_right_value_catches_nothing_and_is_no_false_alarm():
+    @scheme(
+        reference=lambda x: jnp.floor(x), mesh={"tp": (1,)}, inputs={"x": "b"}, outputs="b", draw={"x": values("ones")},
+        dtypes=("bfloat16",), nograd=("x",),
+    )  # fmt: skip
+    def floored(mesh, x):
+        return (x.double() - factor * 2.0**-10).floor().to(x.dtype)
+
+    found = {}
+    for factor in (1, 2**11):  # 1 is a rounding from a number below 1; -1 is far from it
+        trial = Trial(floored, floored.case(b=3, tp=1, dtype="bfloat16"))
+        with PatchedModules.of(HALVED, ["torch_impl.collectives.plain"]) as injected:
+            try:
+                found[factor] = BugRunner(4, schemes=[floored])._catch(trial, {floored.key: floored}, injected, 1)
+            except FalseAlarm as alarm:
+                found[factor] = "floored" in str(alarm)
+    assert found == {1: [], 2**11: True}
 
 
 def test_a_rank_elsewhere_runs_the_patch_and_no_jax():

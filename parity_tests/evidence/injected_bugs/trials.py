@@ -22,6 +22,7 @@ from shardproof.draw.drawing import draw_case
 from shardproof.engines.engines import run
 from shardproof.engines.program import Program
 from shardproof.engines.speed_advice import without_advice
+from shardproof.experiments.undecided import mark_undecided
 from shardproof.judge.reference import Reference, evaluate
 from shardproof.judge.side_checks import SPARE
 from shardproof.report.report import Report
@@ -50,8 +51,9 @@ class Trial:
 
     @cached_property
     def healthy(self) -> Report:
-        """The report without any bug."""
-        return verify_case(self.scheme, self.case, reference=self.reference, quiet_s=QUIET_S)
+        """The report without any bug; it may be undecided."""
+        report = verify_case(self.scheme, self.case, reference=self.reference, quiet_s=QUIET_S)
+        return report if report.ok else mark_undecided(self.scheme, report)
 
     def on(
         self,
