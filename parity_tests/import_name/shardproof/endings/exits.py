@@ -23,6 +23,7 @@ ENDING = ("_exit", "execv", "execve")
 STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
 leave = os._exit  # the process's own, before anything is installed
 _process = 0  # the last one in which the calls were installed
+interrupt_is_told = False  # whether the sentence on an interrupt has been printed
 
 
 def signal_name(number: int) -> str:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from shardproof.endings import exits
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED
 from shardproof.endings.last_words import LastWords
 
@@ -41,7 +42,8 @@ def _status_of(call: Callable[[], int | None]) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        complain(INTERRUPTED_SENTENCE)
+        if not exits.interrupt_is_told:  # a second signal comes where the first was passed on to a whole group
+            complain(INTERRUPTED_SENTENCE)
         return INTERRUPTED
     except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before
         if isinstance(left.code, str):

@@ -69,6 +69,7 @@ def guarded(call: Callable[[], Any]) -> int:
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
         complain("interrupted; what was not printed was not judged")
+        exits.interrupt_is_told = True
         return INTERRUPTED
     except Exception as error:
         reported = _reported(error)
