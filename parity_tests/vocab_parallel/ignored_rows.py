@@ -1,4 +1,4 @@
-"""Drawn ids of which some are no token, and where they are. No JAX: ranks build their cotangents by it."""
+"""Draws with ignored ids, and masks of them. No JAX: ranks build cotangents by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOME_IGNORED = ids("v", ignore=(-100, -1, 2**31 - 1, 2**32 + 1))
 
 
 def ignored(name: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
-    """Where the ids of an input, drawn as SOME_IGNORED, are no tokens: a function of a case and its inputs."""
+    """A function of a case and its inputs: the mask of the ignored ids of an input that is drawn as SOME_IGNORED."""
     return lambda case, inputs: (inputs[name] < 0) | (inputs[name] >= case.v)
 
 
@@ -21,26 +21,26 @@ IGNORED_TARGETS = ignored("target")
 
 
 def next_is_ignored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of each id but the first, whether it is no token: its position's score is 0."""
+    """[b, s-1]: True where the next id is ignored, so that the score of a position is 0."""
     return IGNORED_TARGETS(case, inputs)[:, 1:]
 
 
 def is_dropped(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of f positions, or s where there is no f: True from position u on, which have no result."""
+    """[b, f], or [b, s] without a dim f: True from position u on. These positions have no result."""
     positions = case.dims.get("f", case.dims.get("s", 0))
     return np.broadcast_to(np.arange(positions) >= case.u, (case.b, positions))
 
 
 def has_no_next(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Of each of s positions, whether no id follows, or one that is no token."""
+    """[b, s]: True where the next id is ignored or missing."""
     ignored = next_is_ignored(case, inputs)
     return np.pad(ignored, ((0, 0), (0, case.s - ignored.shape[1])), constant_values=True)
 
 
 def next_in_row_is_ignored(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
-    """Of u cells of each packed sequence, whether no token follows in it; `lengths_of` names the offsets.
+    """[sequences, u]: True where the next id of a packed sequence is ignored or missing; `lengths_of` are its offsets.
 
-    With the option `without_last` the last sequence is the stream's padding, which has no cells of its own.
+    With the option `without_last` the last sequence is the padding of the stream, and all of its cells are True.
     """
 
     def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -53,18 +53,18 @@ def next_in_row_is_ignored(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, 
 
 
 def has_no_next_as_stored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """`has_no_next` of positions and ids in a stored order, position argsort(keys)[j] at place j."""
+    """`has_no_next` in the stored order: place j holds position argsort(keys)[j]."""
     order = np.argsort(inputs["keys"], kind="stable")
     return has_no_next(case, {**inputs, "target": inputs["target"][:, np.argsort(order)]})[:, order]
 
 
 def is_dropped_as_stored(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """`is_dropped` of positions in that order."""
+    """`is_dropped` in the stored order."""
     return is_dropped(case, inputs)[:, np.argsort(inputs["keys"], kind="stable")]
 
 
 def is_last_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
-    """Of the t tokens of a packed stream, [1, t], whether no position follows in its sequence."""
+    """[1, t]: True for the last position of each sequence of a packed stream."""
 
     def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         ends = inputs["padded"][:-1] + np.diff(inputs[lengths_of])
@@ -75,7 +75,7 @@ def is_last_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.nd
 
 
 def has_no_next_in_stream(lengths_of: str) -> Callable[[CaseSpec, Mapping[str, np.ndarray]], np.ndarray]:
-    """Of the t tokens of a packed stream, [1, t], whether no token follows in its sequence."""
+    """[1, t]: True where the next id of a sequence of a packed stream is ignored or missing."""
 
     def rows(case: CaseSpec, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         ignored = np.append(IGNORED_TARGETS(case, inputs)[0, 1:], True)

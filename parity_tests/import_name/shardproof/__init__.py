@@ -51,5 +51,7 @@ def main() -> None:
             raise SystemExit(supervised(main))  # a user's code may have replaced sys.exit
         main()
     except KeyboardInterrupt:  # before the command itself takes care of it
-        print("shardproof: interrupted; what was not printed was not judged", file=sys.stderr)
-        sys.exit(130)
+        from shardproof.endings.exit_status import INTERRUPTED, INTERRUPTED_SENTENCE
+
+        print(f"shardproof: {INTERRUPTED_SENTENCE}", file=sys.stderr)
+        sys.exit(INTERRUPTED)

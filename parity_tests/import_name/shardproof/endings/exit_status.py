@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from shardproof.endings.raised import chain
 
 EQUAL, MISMATCH, USAGE, RANK_FAILED, NOTHING, INTERNAL, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 70, 130, 141
+INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 WORST_FIRST = (INTERNAL, RANK_FAILED, MISMATCH, USAGE)  # of several outcomes of one command
 
 

@@ -15,7 +15,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import COTANGENT
 from shardproof.endings.raised import message_of
 
-SWAPPED = 2  # dims that are too few for rows in another order
+LEAST_SWAPPED = 3  # dims that rows in another order need
 # Torch's messages for a graph that was not retained, and for a first backward that wrote into a saved tensor.
 ONCE = ("backward through the graph a second time", "modified by an inplace operation")
 
@@ -24,7 +24,7 @@ def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
     """The same numbers, in a view of the kind that the case asks for."""
     kind = case.conditions.get("strided", {}).get(label)
     if kind is not None and tensor.ndim:
-        if kind == "swapped" and tensor.ndim > SWAPPED:
+        if kind == "swapped" and tensor.ndim >= LEAST_SWAPPED:
             return _swapped(tensor)
         return _stepped(tensor) if kind == "stepped" or tensor.ndim == 1 else _transposed(tensor)
     if label in case.conditions.get("expanded", ()):
@@ -37,9 +37,9 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows side by side, in another order: [b, s, d] as [s, b, d] has them, [b, h, s, d] as [b, s, h, d].
+    """A view of contiguous rows in another order: [b, s, d] stored as [s, b, d], [b, h, s, d] as [b, s, h, d].
 
-    A transposed view and a stepped one can merge their leading dims without a copy. This one cannot.
+    Its leading dims cannot be merged without a copy; in the other two kinds of views they can.
     """
     return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
 
@@ -60,7 +60,7 @@ def _expanded(tensor: torch.Tensor, *, every_dim: bool) -> torch.Tensor:
 
 
 def of_integer_dtype(full: np.ndarray, label: str, case: CaseSpec) -> np.ndarray:
-    """The same integers as int32, if the case asks for that and all of them fit; ranks have one dtype."""
+    """The integers as int32, if the case asks for it and all fit. Full arrays are converted, so ranks agree."""
     if full.dtype != np.int64 or label not in case.conditions.get("int32", ()):
         return full
     narrow = full.astype(np.int32)
@@ -95,9 +95,9 @@ def autocast(case: CaseSpec, device: str) -> AbstractContextManager[Any]:
 
 
 def called(function: Callable[[], Any], case: CaseSpec) -> Any:
-    """The results of the function, which backward computes again if the case asks for that.
+    """Call the function, under `torch.utils.checkpoint` if the case asks for that.
 
-    The function is then run to its end, so that all ranks send the same.
+    Backward then runs it to its end, so that all ranks send the same messages.
     """
     if not case.conditions.get("recomputed"):
         return function()
@@ -178,7 +178,7 @@ def _by_backward(
 
 
 def _has_reentrant_checkpoint(outputs: Iterable[torch.Tensor]) -> bool:
-    """Whether a graph has a checkpoint that runs a backward of its own, as torch's, Megatron's and DeepSpeed's do."""
+    """Whether a graph has a reentrant checkpoint (torch, Megatron, DeepSpeed), which runs a backward of its own."""
     seen, nodes = set[Any](), [output.grad_fn for output in outputs]
     while nodes:
         node = nodes.pop()
@@ -226,7 +226,7 @@ def overwrite(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded view; torch writes into no such tensor."""
+    """Whether elements share memory, as in an expanded view; torch refuses to write into such a tensor."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from shardproof.endings import exits
-from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED
+from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, INTERRUPTED_SENTENCE, RANK_FAILED
 from shardproof.endings.last_words import LastWords
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 
 
 def recorded(call: Callable[[], int | None], words: LastWords) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from shardproof.endings import exits, journal
-from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
+from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, INTERRUPTED_SENTENCE, RANK_FAILED, UNREAD, USAGE
 from shardproof.endings.exits import STACKS
 from shardproof.endings.journal import Journal
 from shardproof.endings.last_words import LastWords
@@ -242,7 +242,7 @@ class _Command:
             complain(str(self._cause(death)))
         if number == signal.SIGINT:
             if death.exit_code != INTERRUPTED:  # else the child has printed the sentence
-                complain(last_act.INTERRUPTED_SENTENCE)
+                complain(INTERRUPTED_SENTENCE)
             return INTERRUPTED
         complain(f"ended by {exits.signal_name(number)}; what was not printed was not judged")
         signal.signal(number, signal.SIG_DFL)

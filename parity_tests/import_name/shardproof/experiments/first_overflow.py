@@ -7,7 +7,7 @@ infinity of numbers that are not, and every output is finite once it gives 1 the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,9 +46,9 @@ def name_first_overflow(scheme: Declared, report: Report, notes: Notes) -> dict[
     if not any(is_unexpected.values()):
         return by_label
     found = _Found()
-    verify_case(scheme, report.case, wrap_program=in_mode(lambda mesh: _Finder(found)))
+    verify_case(scheme, report.case, wrap_program=in_mode(partial(_Watcher, found.add)))
     for operation in list(found.largest)[:MOST_OPERATIONS]:
-        mended = verify_case(scheme, report.case, wrap_program=in_mode(partial(_mender, operation)))
+        mended = verify_case(scheme, report.case, wrap_program=in_mode(partial(_Watcher, partial(_mended, operation))))
         if mended.failure is None and not any(map(_is_unexpected, _outputs(mended))):
             words = f"; {FIRST_MADE_BY}{operation.name} at {operation.source}{found.text(operation)}"
             for label in (label for label in outputs if is_unexpected[label]):
@@ -72,13 +72,24 @@ class _Found:
 
     largest: dict[Operation, float] = field(default_factory=dict)
 
+    def add(self, operation: Operation, result: Any, made: Tensor, largest: float) -> Any:
+        self.largest[operation] = max(largest, self.largest.get(operation, 0.0))
+        return result
+
     def text(self, operation: Operation) -> str:
         largest = self.largest[operation]
         return f", of numbers up to {number_text(largest)}" if largest else ""
 
 
-class _Watching(Mode):
-    """Tells which elements of a result are NaN of none, or infinite of finite numbers."""
+class _Watcher(Mode):
+    """Passes each result with elements that are NaN of none, or infinite of finite numbers, through `seen`.
+
+    `seen(operation, result, elements, largest)` returns the result in its place; `largest` is the largest finite input.
+    """
+
+    def __init__(self, seen: Callable[[Operation, Any, Tensor, float], Any], mesh: Any) -> None:
+        super().__init__()
+        self._seen = seen
 
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -90,35 +101,15 @@ class _Watching(Mode):
         if has_nan or not operation.source or operation.name in FILLS or not given or value is None:
             return result
         made = value.isnan() | (value.isinf() if is_finite else torch.zeros_like(value, dtype=torch.bool))
-        return self.seen(operation.of_line, result, value, made, largest) if bool(made.any()) else result
-
-    def seen(self, operation: Operation, result: Any, value: Tensor, made: Tensor, largest: float) -> Any:
-        raise NotImplementedError
+        return self._seen(operation.of_line, result, made, largest) if bool(made.any()) else result
 
 
-class _Finder(_Watching):
-    def __init__(self, found: _Found) -> None:
-        super().__init__()
-        self._found = found
-
-    def seen(self, operation: Operation, result: Any, value: Tensor, made: Tensor, largest: float) -> Any:
-        self._found.largest[operation] = max(largest, self._found.largest.get(operation, 0.0))
+def _mended(target: Operation, operation: Operation, result: Any, made: Tensor, largest: float) -> Any:
+    """The result, with 1 at these elements if it is the target's."""
+    value = value_of(result)
+    if operation != target or value is None:
         return result
-
-
-class _Mender(_Watching):
-    def __init__(self, operation: Operation) -> None:
-        super().__init__()
-        self._operation = operation
-
-    def seen(self, operation: Operation, result: Any, value: Tensor, made: Tensor, largest: float) -> Any:
-        if operation != self._operation:
-            return result
-        if operation.name.endswith("_"):
-            return result.masked_fill_(made, 1.0)
-        mended = value.masked_fill(made, 1.0)
-        return mended if value is result else type(result)((mended, *result[1:]))
-
-
-def _mender(operation: Operation, mesh: Any) -> _Mender:
-    return _Mender(operation)
+    if operation.name.endswith("_"):
+        return result.masked_fill_(made, 1.0)
+    mended = value.masked_fill(made, 1.0)
+    return mended if value is result else type(result)((mended, *result[1:]))

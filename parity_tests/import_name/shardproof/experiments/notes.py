@@ -77,15 +77,15 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
     notes = _of_the_call(report, notes)
-    # 3. The line of a collective, if repairing it makes the tensor right; of the first NaN; the reference of each
-    # rank's own shard.
+    # 3. Lines and shards: a collective that makes the tensor right once it is repaired, the operation that makes the
+    # first NaN, ranks that compute the reference of their own shards.
     notes = name_lines(scheme, report, failing, notes)
     notes = name_first_overflow(scheme, report, notes)
     notes = name_own_shards(scheme, report, failing, notes)
-    # 4. The small edit of the function that makes every tensor right.
+    # 4. One collective more or less that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
-    # 5. The small edit of one line that does, or of two operations at once; of an input of the reference; the inputs
-    # that no output depends on.
+    # 5. If that names nothing: an edit of one line, of two operations at once, of an input of the reference. Then the
+    # inputs that no output depends on.
     notes = name_edited_line(scheme, report, failing, notes)
     notes = name_edits_of_two(scheme, report, failing, notes)
     notes = name_edited_inputs(scheme, report, failing, notes)
@@ -96,7 +96,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
 
 
 def _of_single_numbers(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes, with a gradient's note on a number or a place for an output of one number, which has no pattern."""
+    """The notes. An output of one number shows no pattern; it refers to the note of a gradient."""
     by_label = {label: tuple(of_tensor) for label, of_tensor in notes.items()}
     gradients = [tensor.label for tensor in report.tensors if tensor.role == "gradient" and by_label.get(tensor.label)]
     said = [(label, by_label[label][0]) for label in gradients]
@@ -109,13 +109,13 @@ def _of_single_numbers(report: Report, notes: Mapping[str, Sequence[Note]]) -> d
 
 
 def _without_rounding(notes: Sequence[Note]) -> tuple[Note, ...]:
-    """The notes on one tensor without those on rounding, if a line was found whose repair makes the tensor right."""
+    """The notes on one tensor; notes on rounding go if the repair of a line makes the tensor right."""
     is_repaired = any(note.startswith(f"{FORWARD_EQUAL}: ") for note in notes)
     return tuple(note for note in notes if not (is_repaired and note.scope == ROUNDING))
 
 
 def _without_beginnings(notes: Sequence[Note]) -> tuple[Note, ...]:
-    """The notes without those that another one begins with."""
+    """The notes without each one that is the beginning of another."""
     return tuple(note for note in notes if not any(other.startswith(f"{note}; ") for other in notes))
 
 
@@ -182,9 +182,9 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
 
 
 def _of_this_case_alone(scheme: Declared, report: Report, label: str, same_tensor: Sequence[Report]) -> Iterator[Note]:
-    """A number that fits all elements of this case and is refuted by another, with the other case.
+    """A note on a number that fits this case and not another one, which it names.
 
-    Whether there is a number for each rank or index there, as the share of a local count, is said too.
+    It also says whether the other case has a number for each rank or index, such as the share of a local count.
     """
     for note in report.notes[label]:
         is_number = note.scope == ACROSS_MESHES and note.startswith("off by the")

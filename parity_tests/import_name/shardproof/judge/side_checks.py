@@ -2,8 +2,7 @@
 
 The ranks' collectives fit together; calls and bytes are as declared; no input was modified, replicas are bitwise equal,
 outputs have their declared dtypes, the random state is unchanged, and inside a larger world the default group was not
-used. Each oracle returns its
-findings as sentences; an empty tuple is a pass.
+used. Each oracle returns its findings as sentences; an empty tuple is a pass.
 """
 
 from __future__ import annotations

@@ -13,7 +13,16 @@ from types import FrameType
 from typing import Any
 
 from shardproof.endings import exit_status, exits
-from shardproof.endings.exit_status import EQUAL, INTERNAL, INTERRUPTED, NOTHING, RANK_FAILED, UNREAD, USAGE
+from shardproof.endings.exit_status import (
+    EQUAL,
+    INTERNAL,
+    INTERRUPTED,
+    INTERRUPTED_SENTENCE,
+    NOTHING,
+    RANK_FAILED,
+    UNREAD,
+    USAGE,
+)
 from shardproof.endings.raised import message_of
 from shardproof.engines.ledger import innermost
 from shardproof.places import SHARDPROOF
@@ -68,7 +77,7 @@ def guarded(call: Callable[[], Any]) -> int:
             return _reported(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
-        complain("interrupted; what was not printed was not judged")
+        complain(INTERRUPTED_SENTENCE)
         exits.interrupt_is_told = True
         return INTERRUPTED
     except Exception as error:
