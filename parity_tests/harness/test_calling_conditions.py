@@ -383,9 +383,11 @@ def test_results_of_other_calls_are_waited_for(condition, engine):
     assert verify_case(declaration, case.replace(conditions=conditions, engine=engine)).ok
 
 
-@pytest.mark.parametrize("excluded", ["strided", ("strides",)])
-def test_an_unknown_condition_is_rejected(excluded):
-    with pytest.raises(ValueError, match="excluded_conditions has 'stride"):
+@pytest.mark.parametrize(
+    ("excluded", "says"), [("strided", r"is the text 'strided'; write \('strided',\)"), (("strides",), "has 'strides'")]
+)
+def test_an_unknown_condition_is_rejected(excluded, says):
+    with pytest.raises(ValueError, match=f"excluded_conditions {says}"):
         scheme(
             reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", excluded_conditions=excluded
         )(lambda mesh, x: x)

@@ -109,6 +109,21 @@ def test_where_an_option_is_left_open_the_profile_says_how_many_cases_are_drawn(
     assert declaration.verify(tp=2, b=6, chunk_size=2).examples == VALUE_EXAMPLES
 
 
+def test_gradients_of_empty_outputs_are_no_verdict():
+    """They are zeros, also of a function that is wrong."""
+
+    @scheme(
+        reference=lambda x, w: x * w[None], mesh={"tp": (1, 2)}, inputs={"x": "b d tp=R", "w": "d tp=R"},
+        outputs="b d tp=R",
+    )  # fmt: skip
+    def product(mesh, x, w):
+        return 3.0 * x * w
+
+    assert product.verify(tp=2, b=2, d=3).verdict == "mismatch"
+    with pytest.raises(NothingCompared, match="every output is empty at tp=2 b=0 d=3 .*; nothing was compared"):
+        product.verify(tp=2, b=0, d=3)
+
+
 @pytest.mark.slow
 def test_a_reference_that_is_nan_everywhere_is_equal_to_nothing():
     def root(mesh, x):

@@ -65,7 +65,13 @@ def test_a_package_declares_it_for_its_schemes(monkeypatch):
     assert declared(of_its_dtype).wide is None
 
 
-@pytest.mark.parametrize("wide", ["out", ("in",)])
+@pytest.mark.parametrize("wide", ["out", ("in",), 3])
 def test_a_wrong_name_is_rejected(wide):
     with pytest.raises(ValueError, match=r"wide is .*; name outputs of .out. in a tuple, or write True for all"):
         declared(of_its_dtype, wide=wide)
+
+
+@pytest.mark.parametrize("inputs", ["x", ("in",), None])
+def test_a_wrong_input_is_rejected(inputs):
+    with pytest.raises(ValueError, match=r"wider_inputs is .*; name inputs of \(x\) in a tuple"):
+        declared(of_its_dtype, wider_inputs=inputs)

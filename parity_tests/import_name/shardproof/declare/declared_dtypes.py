@@ -22,8 +22,10 @@ def checked(
     errors: DeclarationErrors,
 ) -> dict[str, Any]:
     """Both declarations as fields of a scheme; their errors are collected."""
-    errors.of(_check_wider_inputs, wider_inputs, inputs)
-    return {"wide": errors.of(_wide_outputs, module, wide, outputs), "wider_inputs": tuple(wider_inputs)}
+    with errors.collected():
+        _check_wider_inputs(wider_inputs, inputs, errors)
+    wide_outputs = errors.of(_wide_outputs, module, wide, outputs)
+    return {"wide": wide_outputs, "wider_inputs": () if errors.texts else tuple(wider_inputs)}
 
 
 def _wide_outputs(
@@ -36,7 +38,7 @@ def _wide_outputs(
     names, wide = _floating(outputs), of_nearest(module, WIDE, None) if wide is None else wide
     if wide is None or isinstance(wide, bool):
         return wide if wide is None else names * wide
-    if isinstance(wide, str) or not set(wide) <= set(names):
+    if not _are_names(wide, names):
         raise errors(f"wide is {wide!r}; name outputs of ({', '.join(names)}) in a tuple, or write True for all")
     return tuple(wide)
 
@@ -44,8 +46,12 @@ def _wide_outputs(
 def _check_wider_inputs(names: Sequence[str], inputs: Sequence[Argument], errors: DeclarationErrors) -> None:
     """Errors: for a text, or a name that is no floating input's."""
     floating = _floating(inputs)
-    if isinstance(names, str) or not set(names) <= set(floating):
+    if not _are_names(names, floating):
         raise errors(f"wider_inputs is {names!r}; name inputs of ({', '.join(floating)}) in a tuple")
+
+
+def _are_names(value: object, names: Sequence[str]) -> bool:
+    return isinstance(value, tuple | list) and all(name in names for name in value)
 
 
 def declared_dtypes(outputs: Sequence[Argument], wide: tuple[str, ...] | None, dtype: str) -> dict[str, str]:

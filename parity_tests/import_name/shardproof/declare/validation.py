@@ -340,7 +340,9 @@ def excluded_conditions(module: str, names: Any, errors: DeclarationErrors) -> t
     """The calling conditions that are not drawn for a scheme of this module."""
     names = excluded_by_default(module) if names is None else names
     conditions = (*CONDITIONS, LARGER_WORLD)
-    unknown = [names] if isinstance(names, str) else [name for name in names if name not in conditions]
+    if isinstance(names, str):
+        raise errors(f"excluded_conditions is the text {names!r}; write ({names!r},)")
+    unknown = [name for name in names if name not in conditions]
     if unknown:
         raise errors(f"excluded_conditions has {unknown[0]!r}; give a tuple of {', '.join(conditions)}")
     return tuple(names)
