@@ -120,7 +120,7 @@ def test_gradients_of_empty_outputs_are_no_verdict():
         return 3.0 * x * w
 
     assert product.verify(tp=2, b=2, d=3).verdict == "mismatch"
-    with pytest.raises(NothingCompared, match="every output is empty at tp=2 b=0 d=3 .*; nothing was compared"):
+    with pytest.raises(NothingCompared, match=r"every output is empty at tp=2 b=0 d=3 .*; nothing was compared"):
         product.verify(tp=2, b=0, d=3)
 
 

@@ -147,3 +147,13 @@ def test_a_text_for_an_option_that_is_true_or_false():
     with pytest.raises(ValueError) as caught:
         flagged.verify(twice="maybe")
     assert str(caught.value) == "scheme '<lambda>': twice='maybe'; its choices are True and False"
+
+
+def test_the_only_shape_of_a_profile_has_an_output():
+    """The simplest shape has none here: s=1 leaves no next token."""
+    shifted = declared(
+        lambda mesh, x: 2.0 * x[:, 1:], lambda x: 2.0 * x[:, 1:], {"x": "b s tp=R"}, "b u tp=R", dims={"u": "s-1"}
+    )
+    drawn = [draw_case(shifted, seeded_chooser(seed), {}, seed=seed, limit=1) for seed in range(8)]
+    assert {case.u > 0 for case in drawn} == {True}
+    assert {case.u > 0 for case in cases(shifted, 20)} == {True, False}

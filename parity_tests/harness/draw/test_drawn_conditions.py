@@ -57,5 +57,5 @@ def test_a_module_or_its_nearest_package_says_what_its_schemes_exclude(monkeypat
         return x * 2
 
     doubled.__module__ = "house"
-    with pytest.raises(ValueError, match="excluded_conditions has 'frozen'; give a tuple of "):
+    with pytest.raises(ValueError, match="excluded_conditions is the text 'frozen'; write "):
         scheme(reference=lambda x: x * 2, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp")(doubled)

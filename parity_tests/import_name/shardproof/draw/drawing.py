@@ -261,7 +261,10 @@ def _mesh_choices(
         reason = f"has {counted(world, 'rank')}" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
         axes = {**scheme.mesh, **{axis: size for axis, size in sizes.items() if axis in scheme.mesh}}
         raise rejection(f"no mesh of {size_choices.sizes_text(axes)} {reason}")
-    shapes = size_choices.shapes(scheme, sizes, tried, limit, options, with_pairs=limit > 1)
+    shapes_of = partial(size_choices.shapes, scheme, sizes, tried, limit, options, with_pairs=limit > 1)
+    shapes = shapes_of()
+    if not any(_gives_numbers(scheme, shape) for shape in shapes):
+        shapes = shapes_of(with_smallest=False) or shapes
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = (
         f"no sizes agree with {', '.join(tied)} and can be sharded" if tied else "no size of its dims can be sharded"
@@ -288,6 +291,11 @@ def _mesh_choices(
         named = "" if sizes else f"mesh {mesh} can never be drawn: "
         raise rejection(f"{named}{reason}")
     return sorted_meshes
+
+
+def _gives_numbers(scheme: Declared, shape: Mapping[str, int]) -> bool:
+    """Whether an output has elements: without them a verdict says nothing."""
+    return any(all(dim.size(shape) for dim in arg.spec.dims) for arg in scheme.outputs)
 
 
 def _rejected_by_assume(
