@@ -152,7 +152,7 @@ def test_a_module_of_a_library_is_isolated_where_it_is_named(tmp_path):
     sys.path.insert(0, str(library))
     try:
         assert not declared(tmp_path, "sharing", body).verify(examples=1, tp=2, b=2).ok
-        assert declared(tmp_path, "naming", body, "isolate=('this_library',)").verify(examples=1, tp=2, b=2).ok
+        assert declared(tmp_path, "naming_library", body, "isolate=('this_library',)").verify(examples=1, tp=2, b=2).ok
     finally:
         sys.path.remove(str(library))
 

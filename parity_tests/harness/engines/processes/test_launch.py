@@ -284,7 +284,7 @@ def test_a_rank_that_native_code_ends_with_status_0_has_died(
     assert done.returncode == 1
     assert sentence in done.stdout + done.stderr
     assert "total    tp=2   torchrun" in done.stdout and "MISMATCH" in done.stdout
-    assert "2 schemes, 1 mismatch, 0 not run, 1 not judged." in done.stdout
+    assert "2 schemes, 1 mismatch, 1 with a failed rank, 0 not run." in done.stdout
 
 
 def test_a_rank_zero_that_is_killed_loses_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +294,9 @@ def test_a_rank_zero_that_is_killed_loses_no_verdict(tmp_path: Path, monkeypatch
     (lead, printed), _ = two_ranks(tmp_path, *verify, *cases, imported=TORCH_AND_JAX)
     assert lead == 3
     assert "total    tp=2   torchrun" in printed and "MISMATCH" in printed
-    [sentence] = json.loads(Path("out.json").read_text())["not_judged"].values()
-    assert sentence == "scheme 'leaving': died: rank 0 was killed by SIGKILL before it reported"
+    report = json.loads(Path("out.json").read_text())["reports"][-1]
+    assert (report["verdict"], report["failure"]) == ("died", "died: rank 0 was killed by SIGKILL before it reported")
+    assert Path(report["replay"]).is_file()
 
 
 CRASHING = """
@@ -316,10 +317,9 @@ def test_a_rank_that_dies_costs_its_own_verdict_alone(tmp_path: Path, monkeypatc
     done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", *files)
     record = json.loads(Path("out.json").read_text())
     assert (done.returncode, record["status"]) == (1, 3)
-    assert [report["verdict"] for report in record["reports"]] == ["mismatch"]
-    [sentence] = record["not_judged"].values()
-    assert sentence.startswith("scheme 'crashing': died: rank 1 was killed by SIGSEGV at total.py:")
-    assert "2 schemes, 1 mismatch, 0 not run, 1 not judged." in done.stdout
+    assert [report["verdict"] for report in record["reports"]] == ["mismatch", "died"]
+    assert record["reports"][1]["failure"].startswith("died: rank 1 was killed by SIGSEGV at total.py:")
+    assert "2 schemes, 1 mismatch, 1 with a failed rank, 0 not run." in done.stdout
 
 
 def test_a_wrong_argument_on_rank_zero_ends_the_others(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.draw import profiles, size_choices
-from shardproof.endings import journal
+from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from shardproof.endings.raised import pass_interrupt
 from shardproof.engines import supervised
@@ -45,7 +46,7 @@ from shardproof.judge import bridge
 from shardproof.line_types.opinion import INSTALL, is_installed, with_types
 from shardproof.places import ROOT
 from shardproof.report import summary
-from shardproof.report.guard import own_output, print_traceback, sentence_of, without_hiding
+from shardproof.report.guard import complain, own_output, print_traceback, sentence_of, uninterrupted, without_hiding
 from shardproof.report.html_page import page
 from shardproof.report.out_path import check_folder, check_writable, write_texts
 from shardproof.report.report import Report
@@ -90,9 +91,9 @@ def verify(
             with own_output():
                 declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
                 outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths))
-        except Interrupted as stop:
-            if stop.outcome.reports:
-                summary.show(Console(stderr=text_to_stderr), stop.outcome, options)
+        except KeyboardInterrupt as stop:
+            outcome = stop.outcome if isinstance(stop, Interrupted) else Outcome()
+            _publish_what_is_judged(outcome, options, paths)
             raise
     outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
     judged(outcome)
@@ -108,9 +109,34 @@ def verify(
     return outcome.status
 
 
+def _publish_what_is_judged(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
+    """After an interrupt: print the reports and write all files, with the status of a command that has not ended."""
+    outcome.ended_by = exits.asked or signal.SIGINT
+    outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
+    with uninterrupted():
+        try:
+            if outcome.places:
+                _publish(outcome, options, paths)
+            else:
+                _write_files(outcome, paths)
+            sys.stdout.flush()
+        except OSError as error:  # the sentence on the interrupt is still to be printed
+            complain(sentence_of(error)[1])
+
+
 def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
     """Print the reports and write all files; if one cannot be written, write the others. Errors: OSError."""
     console = Console(stderr="-" in paths.values())
+    try:
+        if not outcome.is_one_unusable_scheme:
+            summary.show(console, outcome, options)
+    finally:  # also if nobody reads standard output, or its disk is full
+        _write_files(outcome, paths)
+    if options.html and options.html != "-" and not options.quiet:
+        console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
+
+
+def _write_files(outcome: Outcome, paths: Mapping[str, str | None]) -> None:
     texts = {
         paths["json"]: partial(summary.as_json, outcome),
         paths["junit"]: partial(summary.as_junit, outcome),
@@ -118,13 +144,7 @@ def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str |
             page, outcome.reports, summary.closing(outcome), summary.without_report(outcome), outcome.titles
         ),
     }
-    try:
-        if not outcome.is_one_unusable_scheme:
-            summary.show(console, outcome, options)
-    finally:  # also if nobody reads standard output, or its disk is full
-        write_texts({path: text for path, text in texts.items() if path})
-    if options.html and options.html != "-" and not options.quiet:
-        console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
+    write_texts({path: text for path, text in texts.items() if path})
 
 
 def _with_path_as_given(report: Report, folder: str) -> Report:
@@ -167,17 +187,33 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for number, scheme in enumerate(schemes, start=1):
             bar.update(task, description=scheme.name)
-            judged = partial(_one, scheme, options, progress, several=several)
+            found: list[Report] = []
+            judged = partial(_one, scheme, options, progress, found, several=several)
             named = _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
             with named, _told_if_ended(outcome, schemes[number - 1 :], options):
                 try:
                     outcome.add(_remembered(scheme, judged, options))
                 except KeyboardInterrupt:
+                    _end_early(outcome, schemes[number - 1 :], found, options)
                     raise Interrupted(outcome) from None
             bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
     return outcome
+
+
+def _end_early(outcome: Outcome, rest: Sequence[Declared], found: Sequence[Report], options: VerifyOptions) -> None:
+    """Add the schemes without a verdict after an interrupt. The first has one if a failing case was found."""
+    first, *others = rest
+    how = "interrupted" if exits.asked in (None, signal.SIGINT) else f"ended by {exits.signal_name(exits.asked)}"
+    earlier = None if journal.current is None else journal.current.report(first.key)
+    report = found[-1] if found else earlier
+    if report is not None:
+        report = from_one_case(replace(report, unfinished=how))
+        outcome.reports.append(with_replay_file(_substituted(first, options), report, options.replay_dir or "."))
+    else:
+        outcome.reject(first.key, f"scheme '{first.name}': {how} before it was judged")
+    outcome.not_run |= {scheme.key: summary.ENDED_BEFORE for scheme in others}
 
 
 def _told_if_ended(
@@ -188,9 +224,14 @@ def _told_if_ended(
         return contextlib.nullcontext()
     from shardproof.engines.processes import launch
 
-    def tell(sentence: str) -> None:
+    def tell(sentence: str, failure: RankFailure | None) -> None:
         first, *others = rest
-        outcome.reject(first.key, f"scheme '{first.name}': {sentence}", RANK_FAILED)
+        known = None if failure is None or failure.case is None else (failure, failure.case.json)
+        report = _of_death(_substituted(first, options), known)
+        if report is None:
+            outcome.reject(first.key, f"scheme '{first.name}': {sentence}", RANK_FAILED)
+        else:
+            outcome.reports.append(with_replay_file(first, report, options.replay_dir or "."))
         outcome.not_run |= {scheme.key: "the job has ended" for scheme in others}
         _publish(outcome, options, options.files)
         sys.stdout.flush()
@@ -258,6 +299,8 @@ def _remembered(scheme: Declared, judged: Callable[[], Outcome], options: Verify
     if sentence is None:
         outcome = record.outcome(scheme.key)
         if outcome is None:
+            if supervised.is_over:
+                raise KeyboardInterrupt
             record.begin(scheme.key)
             outcome = judged()
             record.done(scheme.key, outcome)
@@ -286,15 +329,17 @@ def _of_death(scheme: Declared, known: tuple[RankFailure, str] | None) -> Report
         return None
 
 
-def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, *, several: bool) -> Outcome:
-    """The outcome of one scheme. If one of several raises, only its own verdict is lost."""
+def _one(
+    scheme: Declared, options: VerifyOptions, progress: Progressed | None, found: list[Report], *, several: bool
+) -> Outcome:
+    """The outcome of one scheme. If one of several raises, only its own verdict is lost. Failures go to `found` too."""
     outcome = Outcome()
     try:
         reason = _not_applicable(scheme, options) if several else None
         if reason:
             outcome.not_run[scheme.key] = reason
         else:
-            _judge(scheme, options, outcome, progress)
+            _judge(scheme, options, outcome, progress, found)
     except BaseException as error:
         pass_interrupt(error)
         status, sentence = sentence_of(error)
@@ -305,7 +350,14 @@ def _one(scheme: Declared, options: VerifyOptions, progress: Progressed | None, 
     return outcome
 
 
-def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None) -> None:
+def _judge(
+    scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None, found: list[Report]
+) -> None:
+    def keep(report: Report) -> None:
+        found.append(report)
+        if journal.current is not None:
+            journal.current.found(scheme.key, report)
+
     start = time.perf_counter()
     try:
         scheme = _substituted(scheme, options)
@@ -319,7 +371,7 @@ def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress:
             world=_fixed_world(options.engine),
             inside_subgroup=options.inside_subgroup,
             progress=progress,
-            found=None if journal.current is None else partial(journal.current.found, scheme.key),
+            found=keep,
             replay_folder=options.replay_dir or ".",
             limit_s=options.limit,
         )

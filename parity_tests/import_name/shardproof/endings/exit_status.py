@@ -2,7 +2,7 @@
 
 0 all equal; 1 a mismatch of value, gradient, protocol, cost or hygiene; 2 a target, option or declaration that cannot
 be used, or an output file that cannot be written; 3 a rank failed, or a user's code ended the process; 4 nothing ran;
-70 an internal error; 130 interrupted; 141 standard output has no reader any more.
+70 an internal error; 130 interrupted; 141 standard output has no reader any more; 128 + N ended by signal N.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from shardproof.endings.raised import chain
 
 EQUAL, MISMATCH, USAGE, RANK_FAILED, NOTHING, INTERNAL, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 70, 130, 141
+BY_SIGNAL = 128  # plus the number of the signal, as a shell reports it
 INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
 WORST_FIRST = (INTERNAL, RANK_FAILED, MISMATCH, USAGE)  # of several outcomes of one command
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 RANK_THREAD = "lockstep-rank-"  # the names of lockstep's threads begin with it
 ENDING = ("_exit", "execv", "execve")
@@ -24,6 +24,8 @@ STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process 
 leave = os._exit  # the process's own, before anything is installed
 _process = 0  # the last one in which the calls were installed
 interrupt_is_told = False  # whether the sentence on an interrupt has been printed
+ASKING = (signal.SIGTERM, signal.SIGHUP)  # ask a command to end; Python raises at SIGINT by itself
+asked: int | None = None  # the one of them that has come
 
 
 def signal_name(number: int) -> str:
@@ -45,6 +47,28 @@ def install(note: Callable[[str], object], *, raises: bool = True) -> None:
 def are_installed() -> bool:
     """Whether `os._exit` is one of these calls already."""
     return os._exit is not leave and hasattr(os._exit, "__wrapped__")
+
+
+def raise_when_asked() -> None:
+    """From now on, a signal that asks to end raises KeyboardInterrupt here, so that the verdicts so far are printed."""
+    for number in ASKING:
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
+            signal.signal(number, _raise)
+
+
+def end_when_asked() -> None:
+    """Again, such a signal ends the process at once, as a process that a user's code has forked."""
+    for number in ASKING:
+        if signal.getsignal(number) is _raise:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _raise(number: int, _: object) -> NoReturn:
+    global asked
+    asked = number
+    for other in ASKING:  # a second one comes where the first was sent to a whole group
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def is_forked() -> bool:

@@ -55,6 +55,11 @@ class Journal:
                 keys = [other for other in keys if other != key]
         return keys[-1] if keys else None
 
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether a process of this command has judged a key, or found it failing."""
+        return any(kind in (DONE, FOUND) and length for kind, _, _, length in self._records())
+
     # The side of the process that judges.
 
     def read(self) -> None:

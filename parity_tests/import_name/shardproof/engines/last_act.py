@@ -14,6 +14,7 @@ from typing import Any
 from shardproof.endings import exits
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, INTERRUPTED_SENTENCE, RANK_FAILED
 from shardproof.endings.last_words import LastWords
+from shardproof.engines.processes import orphans
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -25,6 +26,8 @@ def recorded(call: Callable[[], int | None], words: LastWords) -> int:
     flush()
     if os.getpid() == process:  # not a process that a user's code has forked and that came back here
         words.judged(status)
+        if exits.asked is not None:
+            orphans.end_by(exits.asked)
         status = _status_after_exit_functions(status)
         flush()
         words.finish(status)
@@ -32,16 +35,18 @@ def recorded(call: Callable[[], int | None], words: LastWords) -> int:
 
 
 def _status_of(call: Callable[[], int | None]) -> int:
-    """The status of the command, however it ends; from then on, an interrupt is ignored."""
+    """The status of the command, however it ends; from then on, an interrupt is ignored, and SIGTERM ends at once."""
     try:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*PASSED_ON, signal.SIGCHLD))
             return call() or 0
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            exits.end_when_asked()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if not exits.interrupt_is_told:  # a second signal comes where the first was passed on to a whole group
+        # A second interrupt comes where the first was passed on to a whole group; the parent tells of other signals.
+        if not exits.interrupt_is_told and exits.asked is None:
             complain(INTERRUPTED_SENTENCE)
         return INTERRUPTED
     except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import INTERNAL, RANK_FAILED
@@ -22,6 +22,10 @@ from shardproof.engines import last_act
 from shardproof.engines.last_act import PASSED_ON, complain, flush
 from shardproof.engines.processes import orphans
 
+if TYPE_CHECKING:
+    from shardproof.declare.case import CaseSpec
+    from shardproof.engines.failure import RankFailure
+
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
 TICK_S = 0.5
 PATIENCE_S = 25.0  # torchrun kills what has not ended 30 s after it was asked to
@@ -29,6 +33,13 @@ ORPHANS_S = 2.0  # how long the processes of an ended rank get to end by themsel
 
 agent: int | None = None  # the launcher, in a rank that has a parent of this module
 is_over = False  # this process prints the verdicts of a rank 0 that has died
+_words: LastWords | None = None  # of this rank, shared with its parent
+
+
+def note(case: CaseSpec) -> None:
+    """Rank 0 runs this case next."""
+    if _words is not None:
+        _words.runs(case.json)
 
 
 class Rank:
@@ -44,14 +55,18 @@ class Rank:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         orphans.adopt()
         orphans.tie(self._agent, signal.SIGCHLD)  # ends the wait, as the end of a child does
-        code = self._exit_code(sentence="")
+        code = self._exit_code()
         if self._words.finished is not None and code >= 0:
             return self._words.finished
         from shardproof.engines.processes.root_cause import ending  # now: other ranks' parents need no torch
 
-        sentence = f"died: rank {os.environ.get('RANK', '0')} {ending(code)} before it reported"
+        rank = int(os.environ.get("RANK", "0"))
+        died = f"rank {rank} {ending(code)} before it reported"
+        sentence = f"died: {died}"
         if self._journal.begun is not None and code != RANK_FAILED and -code not in PASSED_ON:
-            self._exit_code(sentence)
+            from shardproof.engines.failure import Died
+
+            self._exit_code(Died(died, rank=rank))
             if self._words.finished is None:
                 complain(f"{sentence}; what was judged before could not be printed")
             return RANK_FAILED if self._words.finished is None else self._words.finished
@@ -61,15 +76,15 @@ class Rank:
             orphans.end_by(-code)
         return code or RANK_FAILED
 
-    def _exit_code(self, sentence: str) -> int:
-        """Run the command, or tell its verdicts after it has died as `sentence` says; minus N for signal N."""
+    def _exit_code(self, death: RankFailure | None = None) -> int:
+        """Run the command, or tell its verdicts after its death; minus N for signal N."""
         others = orphans.children()
         flush()
         key = self._journal.begun
         self._journal.start_child()
         child = os.fork()
         if child == 0:
-            self._run(sentence, key)
+            self._run(death, key)
         code: int | None = None
         ends = math.inf
         while code is None:
@@ -77,7 +92,7 @@ class Rank:
             if received is not None and received.si_signo == signal.SIGTERM:
                 os.kill(child, signal.SIGTERM)  # a launcher sends the other signals to the whole group of processes
                 ends = min(ends, time.monotonic() + PATIENCE_S)
-            if sentence and time.monotonic() > ends:
+            if death is not None and time.monotonic() > ends:
                 os.kill(child, signal.SIGKILL)
             if os.getppid() != self._agent:
                 exits.leave(RANK_FAILED)  # the rank is told by the end of this process
@@ -86,11 +101,12 @@ class Rank:
         orphans.end(but=others, grace_s=ORPHANS_S)
         return code
 
-    def _run(self, sentence: str, key: str | None) -> NoReturn:
-        global agent, is_over
+    def _run(self, death: RankFailure | None, key: str | None) -> NoReturn:
+        global agent, is_over, _words
         status = INTERNAL
         try:
-            agent, is_over = self._agent, bool(sentence)
+            agent, is_over, _words = self._agent, death is not None, self._words
+            case = self._words.case
             self._words.clear()
             exits.install_alone()
             if is_over:
@@ -102,8 +118,8 @@ class Rank:
             # A rank of torchrun soon watches its parent itself, and has a last word.
             orphans.tie(self._parent, signal.SIGHUP if is_watchful else signal.SIGKILL)
             journal.current = self._journal
-            if key is not None:
-                self._journal.lose(key, sentence)
+            if key is not None and death is not None:
+                self._journal.lose(key, str(death), (death, case) if case else None)
             self._journal.read()
             status = last_act.recorded(self._call, self._words)
         finally:

@@ -45,6 +45,7 @@ MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while t
 IDLE_S = 120.0  # beyond the limit of a run, how long all processes of the command may be idle in a scheme
 STOPPED_S = 3.0  # how long a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end, in which the child can compute
+TELLING_S = 20.0  # how long a process may take to print the verdicts of a child that had to be killed
 ORPHANS_S = 2.0  # how long the processes of an ended child get to end by themselves, as a fork server does
 STACKS_S = 0.5  # how long the fault handler gets to write the stacks of all threads
 OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
@@ -53,6 +54,7 @@ ADVICE = "--engine gloo runs each rank in a process of its own"
 
 table: StatusTable | None = None  # of the command in this process, shared with its parent
 words: LastWords | None = None  # likewise
+is_over = False  # whether this process only prints the verdicts of one that did not end as a signal asked
 
 
 def supervised(call: Callable[[], int | None]) -> int:
@@ -177,7 +179,10 @@ class _Command:
             if death.why == "outdated":
                 return OUTDATED
             if self.asked is not None or -death.exit_code in ASKS_TO_END:
-                return self._as_asked(self.asked or -death.exit_code, death)
+                self.asked = self.asked or -death.exit_code
+                if not death.is_judged and self._journal.has_outcomes:
+                    self._tell(death)
+                return self._as_asked(self.asked, death)
             if death.exit_code == -signal.SIGPIPE and key is None:
                 return UNREAD
             if key is None or key in lost or death.is_judged:
@@ -222,6 +227,19 @@ class _Command:
                 was_at = self._at()
                 self._end(child)
 
+    def _tell(self, death: Death) -> None:
+        """Print the verdicts of a child that died before it could, in another child. A further signal ends this."""
+        others = orphans.children()
+        child, deadline = self._fork(death), time.monotonic() + TELLING_S
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            received = signal.sigtimedwait((*self._passed_on, signal.SIGCHLD), TICK_S)
+            if time.monotonic() > deadline or (received is not None and received.si_signo in self._passed_on):
+                os.kill(child, signal.SIGKILL)
+                complain("the verdicts so far could not be printed")
+                os.waitpid(child, 0)
+                break
+        orphans.end(but=others, grace_s=ORPHANS_S)
+
     def _at(self) -> tuple[str | None, bool]:
         return self._journal.begun, self._words.is_judged
 
@@ -238,7 +256,7 @@ class _Command:
 
     def _as_asked(self, number: int, death: Death) -> int:
         """End this command as the signal asks, after the child has ended for the same reason."""
-        if death.why:
+        if death.why and not self._journal.has_outcomes:  # else it is in the report
             complain(str(self._cause(death)))
         if number == signal.SIGINT:
             if death.exit_code != INTERRUPTED:  # else the child has printed the sentence
@@ -252,9 +270,11 @@ class _Command:
 
     def _run(self, death: Death | None) -> NoReturn:
         """In the forked process: run the command and exit as a process does after its last line."""
-        global table, words
+        global table, words, is_over
         status = INTERNAL
         try:
+            is_over = self.asked is not None
+            exits.asked = self.asked
             orphans.tie(self._parent)
             cause = None if death is None else self._cause(death)
             case = self._words.case
@@ -266,9 +286,11 @@ class _Command:
             faulthandler.register(STACKS, self._stack, all_threads=True)
             table, words, journal.current = self._table, self._words, self._journal
             exits.install(self._words.note)
+            exits.raise_when_asked()
             process_limits.install()
             os.register_at_fork(after_in_child=_disown)
-            if death is not None and death.key is not None and cause is not None:
+            is_of_a_signal = is_over and death is not None and not death.why  # and not of the code that ran
+            if death is not None and death.key is not None and cause is not None and not is_of_a_signal:
                 self._journal.lose(death.key, str(cause), None if isinstance(cause, str) else (cause, case))
             self._journal.read()
             status = last_act.recorded(self._call, self._words)
@@ -370,3 +392,4 @@ def _disown() -> None:
     """In a process that a user's code forks from the command: it has no verdict to record."""
     global table, words
     table = words = journal.current = None
+    exits.end_when_asked()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +59,18 @@ def delayed_interrupts() -> Iterator[None]:
         sys.unraisablehook = previous_hook
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A block in which this process ignores an interrupt, as a second one while the verdicts are printed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
 def guarded(call: Callable[[], Any]) -> int:
     """The status of a call, with one sentence for: 2 a user's mistake, 3 lost processes, 4 a missing requirement.
 
@@ -77,7 +91,8 @@ def guarded(call: Callable[[], Any]) -> int:
             return _reported(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
-        complain(INTERRUPTED_SENTENCE)
+        if exits.asked is None:  # else the parent of this process tells of the signal
+            complain(INTERRUPTED_SENTENCE)
         exits.interrupt_is_told = True
         return INTERRUPTED
     except Exception as error:

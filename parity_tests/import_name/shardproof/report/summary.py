@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardproof.declare.counted import counted
-from shardproof.endings.exit_status import EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE, worst
+from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE, worst
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.report import Report
 from shardproof.report.sentence import Sentence
@@ -96,6 +96,7 @@ class Outcome:
         default_factory=dict
     )  # schemes that cannot be judged as declared, with a sentence for each
     statuses: dict[str, int] = field(default_factory=dict)  # of those whose status is not 2
+    ended_by: int | None = None  # the signal that has ended the command before its end
 
     def add(self, other: Outcome) -> None:
         """Add the outcomes of other schemes."""
@@ -125,6 +126,8 @@ class Outcome:
 
     @property
     def status(self) -> int:
+        if self.ended_by is not None:
+            return BY_SIGNAL + self.ended_by
         unexpected = [report for report in self.reports if not self.is_expected(report)]
         statuses = [self.statuses.get(key, USAGE) for key in self.not_judged]
         statuses += [MISMATCH if report.failure is None else RANK_FAILED for report in unexpected if not report.ok]
@@ -155,6 +158,7 @@ class Outcome:
 
 SLOWEST = 5
 MAX_REASONS = 5
+ENDED_BEFORE = "the command ended before its turn"
 
 
 def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
@@ -193,8 +197,11 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
 
 def without_report(outcome: Outcome) -> list[str]:
     """One sentence for each scheme that was not run or not judged."""
-    titles = outcome.titles
-    not_run = [f"not run: {titles[key]}: {reason}" for key, reason in outcome.not_run.items()]
+    titles, rest = outcome.titles, [key for key, reason in outcome.not_run.items() if reason == ENDED_BEFORE]
+    listed = {key: reason for key, reason in outcome.not_run.items() if key not in rest or len(rest) <= MAX_REASONS}
+    not_run = [f"not run: {titles[key]}: {reason}" for key, reason in listed.items()]
+    if len(rest) > MAX_REASONS:
+        not_run.append(f"not run: {len(rest)} schemes, from {titles[rest[0]]} on: {ENDED_BEFORE}")
     return not_run + [f"not judged: {reason}" for reason in outcome.not_judged.values()]
 
 

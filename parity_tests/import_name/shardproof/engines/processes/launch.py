@@ -72,7 +72,9 @@ def _terminated(*_: object) -> NoReturn:
     """torchrun ends the ranks of a host after one has died: they report where they are."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes from torchrun and from this process's parent
     member = Member.current
-    _leave(f"rank {os.environ.get('RANK', '?')}: torchrun ends this job" if member is None else member.last_words())
+    ends = f"rank {os.environ.get('RANK', '?')}: torchrun ends this job"
+    words = ends if member is None else member.last_words()
+    _leave(str(words), words if isinstance(words, RankFailure) else None)
 
 
 def leave(reason: str) -> NoReturn:
@@ -81,8 +83,11 @@ def leave(reason: str) -> NoReturn:
 
 
 @contextmanager
-def telling(tell: Callable[[str], object]) -> Iterator[None]:
-    """In this block, call `tell` with the sentence if torchrun ends the job: on rank 0, to print what is judged."""
+def telling(tell: Callable[[str, RankFailure | None], object]) -> Iterator[None]:
+    """In this block, call `tell` if torchrun ends the job, on rank 0, to print what is judged.
+
+    Its arguments are the sentence and, if a rank has failed, the failure with its case.
+    """
     global _tell
     before, _tell = _tell, tell
     try:
@@ -91,12 +96,14 @@ def telling(tell: Callable[[str], object]) -> Iterator[None]:
         _tell = before
 
 
-def _leave(sentence: str) -> NoReturn:
+def _leave(sentence: str, failure: RankFailure | None = None) -> NoReturn:
     global _tell
     tell, _tell = _tell, None
     if tell is not None:
         try:
-            tell(sentence)
+            if failure is not None:
+                failure.case = _case
+            tell(sentence, failure)
         except Exception as error:  # the end of a process, at any of its lines
             sys.stderr.write(f"shardproof: what is judged could not be printed: {message_of(error)}\n")
     if sentence:
@@ -109,7 +116,8 @@ def _leave(sentence: str) -> NoReturn:
 
 
 T = TypeVar("T")
-_tell: Callable[[str], object] | None = None
+_tell: Callable[[str, RankFailure | None], object] | None = None
+_case: CaseSpec | None = None  # the last one that rank 0 has run
 _leader: Leader | None = None
 _sent: set[str] = set()
 _failed: tuple[str, str, RankFailure] | None = None
@@ -141,7 +149,7 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
     Errors: RankFailure, one subclass per cause; ValueError if the mesh and the job have different numbers of ranks;
     NotRun if a rank still hangs in an earlier run.
     """
-    global _leader, _failed
+    global _leader, _failed, _case
     if launched.is_over:
         raise NotRun("the job has ended")
     rank, world = place()
@@ -154,7 +162,8 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
     if _leader is None:
         _leader = _with_store(partial(Leader, world))
         atexit.register(finish, 0)
-    leader = _leader
+    leader, _case = _leader, case
+    launched.note(case)
     key = hashlib.sha256(function).hexdigest()
     try:
         if _with_store(leader.regroup):

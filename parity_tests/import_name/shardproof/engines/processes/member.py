@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardproof.endings import exits
 from shardproof.engines import compiling, launched
-from shardproof.engines.failure import NotRun
+from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.ledger import line_of_thread
 from shardproof.engines.processes import orphans, server
 from shardproof.engines.processes.rank import Job, Rank, observe, rows_so_far
@@ -219,7 +219,7 @@ class Member:
         )
         return self.outcome or where
 
-    def last_words(self) -> str:
+    def last_words(self) -> str | RankFailure:
         """This rank's report when torchrun ends the job, for example after a rank of its host has died.
 
         The first rank that is left on the host says for all how that one died; the others say nothing.
@@ -233,7 +233,7 @@ class Member:
             answers = {self.rank: mine} | self._endings(died)
             failure = find_root_cause([(answers | died)[rank] for rank in sorted(answers | died)], None)
             if died and failure is not None:
-                return str(failure)
+                return failure
         has_failed = self.outcome is not None and self.outcome.kind != DONE
         where = f"; {mine}" if has_failed or self._thread.is_alive() else ""
         return f"rank {self.rank}: torchrun ends this job{where}"

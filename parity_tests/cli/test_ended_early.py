@@ -1,0 +1,115 @@
+"""A signal that asks a command to end costs no verdict: what is judged is printed, and all files are written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parity_tests.slow import slow_but
+from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, TIMES_RANKS, written
+from shardproof.endings.exit_status import BY_SIGNAL, INTERRUPTED
+
+# Tests in the background inherit that these are ignored.
+MAIN = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from shardproof import main
+main()
+"""
+LIMIT_S = 240.0
+WAITS = """
+def waiting(mesh, x):
+    WAITING.touch()
+    time.sleep(600)
+declare(waiting)
+"""
+HEAD = "import pathlib, re, signal, time\nWAITING = pathlib.Path('waiting').absolute()\n"
+HOLDS_THE_INTERPRETER = WAITS.replace("time.sleep(600)", "re.match('(a+)+$', 'a' * 40 + 'b')")
+# Its reference waits once it is asked for a smaller case than the first.
+WAITS_FOR_A_SMALLER_CASE = """
+first = []
+def reference(x):
+    first.append(len(x))
+    if len(x) != first[0]:
+        WAITING.touch()
+        time.sleep(600)
+    return 2.0 * x
+def wrong(mesh, x):
+    return x * 2 * mesh.size("tp")
+declare(wrong, reference=reference, dims={"b": (8, 4, 2)})
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def ended(number, *parts, is_of_all=True):
+    """Status, output and JSON of a command that gets a signal while a scheme waits."""
+    Path("out.json").write_text('{"status": 0}')  # of an earlier command
+    file = written("schemes.py", *parts, **LOCKSTEP)
+    command = [sys.executable, "-c", MAIN, "verify", file, "--mesh", "tp=2", "--examples", "2", "--json", "out.json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while not Path("waiting").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (os.killpg if is_of_all else os.kill)(process.pid, number)
+        out, err = process.communicate(timeout=LIMIT_S)
+    sentence = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert err == f"shardproof: {sentence}; what was not printed was not judged\n"
+    assert process.returncode == (INTERRUPTED if number == signal.SIGINT else -number)
+    record = json.loads(Path("out.json").read_text())
+    assert record["status"] == BY_SIGNAL + number
+    return out, record
+
+
+def verdicts(record):
+    return {report["scheme"].rpartition(":")[2]: report["verdict"] for report in record["reports"]}
+
+
+SENT = [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGHUP, False)]
+
+
+@pytest.mark.parametrize(("number", "is_of_all"), slow_but(SENT[:1], SENT))
+def test_what_is_judged_is_printed(number, is_of_all):
+    out, record = ended(number, HEAD, TIMES_RANKS, WAITS, RIGHT, is_of_all=is_of_all)
+    how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert verdicts(record) == {"wrong": "mismatch"}
+    assert record["not_judged"] == {"waiting": f"scheme 'waiting': {how} before it was judged"}
+    assert record["not_run"] == {"right": "the command ended before its turn"}
+    assert "MISMATCH" in out and out.splitlines()[-1] == "3 schemes, 1 mismatch, 1 not run, 1 not judged."
+
+
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+
+
+@pytest.mark.parametrize(("head", "scheme"), slow_but([(DEAF, WAITS)], [(DEAF, WAITS), ("", HOLDS_THE_INTERPRETER)]))
+def test_a_command_that_cannot_print_has_another_do_it(head, scheme):
+    """A user's code resets the signal, as scripts that train do, or holds the interpreter."""
+    out, record = ended(signal.SIGTERM, HEAD, head, TIMES_RANKS, scheme, RIGHT)
+    assert verdicts(record) == {"wrong": "mismatch"}
+    assert {*record["not_judged"], *record["not_run"]} == {"waiting", "right"}
+    assert "MISMATCH" in out
+    if not head:
+        assert "it did not end when it was asked to; it was at schemes.py:" in record["not_judged"]["waiting"]
+
+
+def test_a_failure_that_is_made_smaller_is_printed_as_it_was_found():
+    out, record = ended(signal.SIGTERM, HEAD, WAITS_FOR_A_SMALLER_CASE)
+    assert verdicts(record) == {"wrong": "mismatch"} and Path(record["reports"][0]["replay"]).is_file()
+    assert "left as it was found: ended by SIGTERM" in out
+
+
+def test_before_the_first_scheme_the_files_say_that_nothing_was_judged():
+    out, record = ended(signal.SIGINT, HEAD, "WAITING.touch()\ntime.sleep(600)\n", RIGHT)
+    assert out == "" and record["reports"] == []
