@@ -31,12 +31,16 @@ complete verbs, options, names of schemes and schedules, engines, profiles, dtyp
 {statuses}
 
 With several outcomes the worst status is returned: 70, then 3, then 1, then 2 for a scheme with an unusable reference.
-A command runs in a process whose parent watches it. The parent returns a status only if the command has come to its
-end. Code that exits, crashes, holds the interpreter or, for two minutes, waits for what never comes is reported with
-its line and costs the verdict of its own scheme; the other schemes are judged. Under torchrun the agent exits with 1,
-and its report shows the command's status; after the death of a rank what was judged before it is printed. A file on a
-full disk costs no verdict that is printed.
 
+- **Signals.** An interrupt, SIGTERM or SIGHUP ends `verify` early: it prints the verdicts so far and writes its files.
+  Their status is 128 + N for signal N. After SIGTERM and SIGHUP the process ends by that signal, which a shell shows as
+  143 and 129.
+- **Code that ends or hangs.** The command runs in a process whose parent watches it. Code that exits, crashes, holds
+  the interpreter, or waits for two minutes costs the verdict of its own scheme, and is reported with its line. The
+  other schemes are judged.
+- **torchrun.** The agent exits with 1, and its report shows the command's status. If a rank dies, the verdicts before
+  its death are printed.
+- **A full disk.** The files are lost; the verdicts are printed.
 - **Output.** Verdicts and tables go to standard output; progress bars, and one sentence for an error, to standard
   error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too.
 - **A verdict at each save.** With `verify FILE --watch` a process stays that has imported torch and JAX. When the file
