@@ -95,3 +95,27 @@ def test_the_page_states_the_measurements(name):
     spread = re.search(r"\(([\d.]+) to ([\d.]+)\) times ours", summary)
     smallest, greatest = map(float, spread.groups()) if spread else (1.0, 1.0)
     assert smallest <= float(time) <= greatest
+
+
+LANDING = (ROOT / "docs" / "index.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "figures", "sentence"),
+    [
+        ("injected-bugs.md", r"^- (\d+ of \d+) \(.* caught within", "{} [injected bugs]"),
+        ("injected-bugs.md", r"^- (\d+) of \d+ .* by a test of one shape", "one shape on two ranks catches {} |"),
+        ("false-alarms.md", r"^- (\d+) false alarms", "{} [false alarms]"),
+        ("false-alarms.md", r"^- \d+ false alarms in (\d+) examples", "in {} examples |"),
+        ("../README.md", r"^\| Megatron-core.* \| ([\d.]+) \| [\d.]+ \|$", "Megatron-core takes {} times our CPU time"),
+        ("../README.md", r"^\| DTensor.* \| ([\d.]+) \| [\d.]+ \|$", "DTensor {} times ("),
+    ],
+)
+def test_the_landing_page_states_the_figures_of_other_pages(page, figures, sentence):
+    (figure,) = re.findall(figures, (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    assert sentence.format(figure) in LANDING
+
+
+def test_the_landing_page_counts_the_findings():
+    numbers = re.findall(r"^### (\d+)\. ", (ROOT / "docs" / "findings.md").read_text(), re.MULTILINE)
+    assert f"| {numbers[-1]} [findings]" in LANDING
