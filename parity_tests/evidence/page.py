@@ -51,6 +51,11 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ("---",) * len(columns), *rows))
 
 
+def anchor(heading: str) -> str:
+    """The anchor of a heading on its page."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 def by_component(items: Iterable[Item], component: Callable[[Item], str]) -> list[tuple[str, list[Item]]]:
     """The items of each component, by its name."""
     groups: dict[str, list[Item]] = {}

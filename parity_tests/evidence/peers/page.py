@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from parity_tests.evidence.page import bullets, joined, markdown_table, written_by
+from parity_tests.evidence.page import anchor, bullets, joined, markdown_table, written_by
 from parity_tests.evidence.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, Finding, expected
 from parity_tests.evidence.peers.outcome import Outcome
 
@@ -25,6 +25,7 @@ def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapp
         INTRODUCTION,
         written_by("make peers"),
         "## Results that differ from the mathematics",
+        contents(),
         *(_finding(number, each, outcomes, versions, printed) for number, each in enumerate(FINDINGS, 1)),
         "## Calls that a function does not take",
         bullets(f"{each.project}: {each.what}." for each in CONTRACTS),
@@ -33,6 +34,13 @@ def text(outcomes: Sequence[Outcome], versions: Mapping[str, str], printed: Mapp
         "project was judged on.",
         *(_right(folder, outcomes, version) for folder, version in versions.items()),
     )
+
+
+def contents() -> str:
+    """A row for each finding, with its project and a link to its section."""
+    headings = [f"{number}. {each.title}" for number, each in enumerate(FINDINGS, 1)]
+    rows = [(f"[{text}](#{anchor(text)})", each.project) for text, each in zip(headings, FINDINGS, strict=True)]
+    return markdown_table(("finding", "project"), rows)
 
 
 def _finding(

@@ -12,7 +12,7 @@ from parity_tests.evidence.injected_bugs.injected_bug import KINDS
 from parity_tests.evidence.peers import first_notes
 from parity_tests.evidence.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, expected
 from parity_tests.evidence.peers.outcome import FOLDER, Outcome, identifier, outcome
-from parity_tests.evidence.peers.page import text
+from parity_tests.evidence.peers.page import contents, text
 from shardproof.declare.discover import scheme_of_file, schemes_of_file
 from shardproof.verification import verify
 
@@ -105,6 +105,7 @@ def test_a_script_is_short_and_plain():
 
 def test_the_page_shows_every_finding_with_its_script_and_what_it_printed():
     page = PAGE.read_text()
+    assert f"\n\n{contents()}\n\n### 1. " in page
     for number, finding in enumerate(FINDINGS, 1):
         section = page.partition(f"### {number}. {finding.title}\n")[2].partition("\n### ")[0]
         assert finding.what in section and f"scripts/{finding.script}.py" in section
