@@ -13,18 +13,21 @@ from pathlib import Path
 from parity_tests.evidence.benchmarks.cells import cells_of, plain, reason
 from parity_tests.evidence.benchmarks.figure import Figure
 from parity_tests.evidence.benchmarks.stored import Run, Section
-from parity_tests.evidence.page import joined, markdown_table, versions
+from parity_tests.evidence.page import anchor, joined, markdown_table, versions
 
 HEAD = """# Benchmarks
 
-Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). Both sides of a ratio run in turn, so
-that the machine's load meets both; an absolute time is for this machine alone. A figure is a median; its spread,
-conditions and profile stand in [benchmarks.json](benchmarks.json). `make bench` measures all of them, and
-`python -m parity_tests.evidence.benchmarks --only` one section, whose date then stands there. An error is in
-[budgets](concepts/tolerance-and-budget.md): 1 is what rounding may explain. [Peers](peers.md) says what the other
-projects are for.
+Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed).
+[The second table](#what-is-promised-and-against-whom) says against whom.
 
 {on}"""
+READING = """## How to read and repeat it
+
+Both sides of a ratio run in turn, so that the machine's load meets both; an absolute time is for this machine alone. A
+figure is a median; its spread, conditions and profile stand in [benchmarks.json](benchmarks.json). An error is in
+[budgets](concepts/tolerance-and-budget.md): 1 is what rounding may explain. [Peers](peers.md) says what the other
+projects are for. `make bench` measures all figures, and `python -m parity_tests.evidence.benchmarks --only` one
+section, whose date then stands there."""
 PROMISES = "## What is promised, and against whom"
 OF_PROMISES = "A dash: the promise is an absolute number, and no other code is timed beside it."
 AGAINST = re.compile(r"(?:\bover|\btimes|% of the) ([A-Za-z].*?)(?:,|$)")  # in a figure's name or promise
@@ -71,12 +74,8 @@ def text(run: Run) -> str:
     sections = (
         joined(f"## {section.title}", _measured_apart(section, run.on), *_tables(section)) for section in run.sections
     )
-    parts = (_chart(figures), _promises(run.sections), _missed(missed), *sections)
+    parts = (_chart(figures), _promises(run.sections), _missed(missed), READING, *sections)
     return joined(head, *parts, f"The run took {run.seconds:.0f} s.")
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def _measured_apart(section: Section, on: str) -> str:
@@ -92,7 +91,7 @@ def _promises(sections: Sequence[Section]) -> str:
     """A row for each section: who it is compared with, and how many of its promises are kept."""
     rows = [
         (
-            f"[{section.title}](#{_anchor(section.title)})",
+            f"[{section.title}](#{anchor(section.title)})",
             _peers(section),
             *map(str, (met.count(True), met.count(False))),
         )
@@ -110,10 +109,10 @@ def _peers(section: Section) -> str:
 
 def _missed(missed: Sequence[tuple[Section, Figure]]) -> str:
     rows = [
-        (f"[{figure.name}](#{_anchor(section.title)})", figure.promised, cells_of(figure).value, reason(figure))
+        (f"[{figure.name}](#{anchor(section.title)})", figure.promised, cells_of(figure).value, reason(figure))
         for section, figure in missed
     ]
-    columns = ("figure", "promised", "measured", "where it goes, as far as it is known")
+    columns = ("figure", "promised", "measured", "where the time goes")
     return joined(MISSED, markdown_table(columns, rows)) if rows else ""
 
 
