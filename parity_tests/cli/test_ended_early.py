@@ -51,11 +51,11 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def ended(number, *parts, is_of_all=True):
-    """Status, output and JSON of a command that gets a signal while a scheme waits."""
+def ended(number, *parts, is_of_all=True, to="out.json"):
+    """Output and JSON of a command that gets a signal while a scheme waits, or sends it to itself."""
     Path("out.json").write_text('{"status": 0}')  # of an earlier command
     file = written("schemes.py", *parts, **LOCKSTEP)
-    command = [sys.executable, "-c", MAIN, "verify", file, "--mesh", "tp=2", "--examples", "2", "--json", "out.json"]
+    command = [sys.executable, "-c", MAIN, "verify", file, "--mesh", "tp=2", "--examples", "2", "--json", to]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -63,12 +63,14 @@ def ended(number, *parts, is_of_all=True):
         while not Path("waiting").exists() and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        (os.killpg if is_of_all else os.kill)(process.pid, number)
+        if process.poll() is None:
+            (os.killpg if is_of_all else os.kill)(process.pid, number)
         out, err = process.communicate(timeout=LIMIT_S)
     sentence = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    assert err == f"shardproof: {sentence}; what was not printed was not judged\n"
+    last = f"shardproof: {sentence}; what was not printed was not judged\n"
+    assert err.endswith(last) and (to == "-" or err == last)
     assert process.returncode == (INTERRUPTED if number == signal.SIGINT else -number)
-    record = json.loads(Path("out.json").read_text())
+    record = json.loads(out if to == "-" else Path(to).read_text())
     assert record["status"] == BY_SIGNAL + number
     return out, record
 
@@ -113,3 +115,24 @@ def test_a_failure_that_is_made_smaller_is_printed_as_it_was_found():
 def test_before_the_first_scheme_the_files_say_that_nothing_was_judged():
     out, record = ended(signal.SIGINT, HEAD, "WAITING.touch()\ntime.sleep(600)\n", RIGHT)
     assert out == "" and record["reports"] == []
+
+
+def test_standard_output_has_the_json_alone():
+    _, record = ended(signal.SIGTERM, HEAD, TIMES_RANKS, WAITS, to="-")
+    assert verdicts(record) == {"wrong": "mismatch"}
+
+
+# Both are called by the command, between two schemes and after the last.
+INTERRUPTS = """
+import os
+from rich.progress import Progress
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+Progress.advance = Progress.stop = interrupt
+"""
+
+
+def test_an_interrupt_between_two_schemes_and_a_second_one():
+    out, record = ended(signal.SIGINT, HEAD, INTERRUPTS, TIMES_RANKS, RIGHT)
+    assert verdicts(record) == {"wrong": "mismatch"} and "MISMATCH" in out
+    assert {*record["not_judged"], *record["not_run"]} == {"right"}

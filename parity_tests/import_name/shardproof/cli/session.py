@@ -25,8 +25,9 @@ from rich.progress import (
 from rich.table import Column
 
 from shardproof.cli import expected
+from shardproof.cli.ended_early import end_early, of_death, remembered, substituted
 from shardproof.declare import discover, scheme_index
-from shardproof.declare.case import DTYPES, ENGINES, CaseSpec
+from shardproof.declare.case import DTYPES, ENGINES
 from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
@@ -39,14 +40,21 @@ from shardproof.engines.engines import limited
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.processes.rank_warnings import without_repeats
 from shardproof.engines.speed_advice import without_advice
-from shardproof.experiments.notes import from_one_case
 from shardproof.implementation.offered import NotApplicable, module_of
-from shardproof.implementation.substitution import NotOffered, narrowed, on_implementation
+from shardproof.implementation.substitution import NotOffered
 from shardproof.judge import bridge
 from shardproof.line_types.opinion import INSTALL, is_installed, with_types
 from shardproof.places import ROOT
 from shardproof.report import summary
-from shardproof.report.guard import complain, own_output, print_traceback, sentence_of, uninterrupted, without_hiding
+from shardproof.report.guard import (
+    complain,
+    own_output,
+    print_traceback,
+    prints_on_stderr,
+    sentence_of,
+    uninterrupted,
+    without_hiding,
+)
 from shardproof.report.html_page import page
 from shardproof.report.out_path import check_folder, check_writable, write_texts
 from shardproof.report.report import Report
@@ -55,18 +63,9 @@ from shardproof.report.summary import Expected, Outcome, Place, VerifyOptions
 from shardproof.verification import Progress as Progressed
 from shardproof.verification import verify as verify_scheme
 from shardproof.verification import with_replay_file
-from shardproof.verify_one_case import of_failed_rank
 
 LONG_S = 60.0
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
-
-
-class Interrupted(KeyboardInterrupt):
-    """An interrupt between several schemes; `outcome` has the verdicts so far."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__()
-        self.outcome = outcome
 
 
 def verify(
@@ -86,15 +85,14 @@ def verify(
         if not launch.is_rank_zero():
             return launch.serve()
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
-    with _prints_on_stderr() if text_to_stderr else contextlib.nullcontext():
-        try:
-            with own_output():
-                declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
-                outcome = run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths))
-        except KeyboardInterrupt as stop:
-            outcome = stop.outcome if isinstance(stop, Interrupted) else Outcome()
-            _publish_what_is_judged(outcome, options, paths)
-            raise
+    outcome = Outcome()
+    try:
+        with prints_on_stderr() if text_to_stderr else contextlib.nullcontext(), own_output():
+            declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
+            run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths), outcome)
+    except KeyboardInterrupt:
+        _publish_what_is_judged(outcome, options, paths)
+        raise
     outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
     judged(outcome)
     outcome.not_run |= {} if targets else discover.left_out()
@@ -131,7 +129,8 @@ def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str |
         if not outcome.is_one_unusable_scheme:
             summary.show(console, outcome, options)
     finally:  # also if nobody reads standard output, or its disk is full
-        _write_files(outcome, paths)
+        with uninterrupted():  # one file would be new and another of an earlier command
+            _write_files(outcome, paths)
     if options.html and options.html != "-" and not options.quiet:
         console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
 
@@ -152,26 +151,20 @@ def _with_path_as_given(report: Report, folder: str) -> Report:
     return replace(report, replay=os.path.join(folder, os.path.basename(report.replay))) if report.replay else report
 
 
-@contextlib.contextmanager
-def _prints_on_stderr() -> Iterator[None]:
-    """Redirect to standard error everything that functions print, in this process and on ranks."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
 @without_advice()
-def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], options: VerifyOptions) -> Outcome:
-    """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples."""
+def run(
+    declarations: Sequence[Declared | FailedDeclaration | FailedImport],
+    options: VerifyOptions,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples.
+
+    A caller who gives an empty `outcome` has the verdicts so far after an interrupt.
+    """
     bridge.start(options.jax_cache)
-    places = {each.key: Place(each.name, each.file, each.line) for each in declarations}
-    outcome = Outcome(expected=_expected_of(declarations, options), places=places)
+    outcome = Outcome() if outcome is None else outcome
+    outcome.expected = _expected_of(declarations, options)
+    outcome.places = {each.key: Place(each.name, each.file, each.line) for each in declarations}
     for each in declarations:
         if isinstance(each, FailedDeclaration | FailedImport):
             outcome.reject(each.key, each.sentence, each.status)
@@ -181,39 +174,33 @@ def run(declarations: Sequence[Declared | FailedDeclaration | FailedImport], opt
         _check_flags(schemes[0], options)
     if supervised.words is not None and options.timeout is not None:
         supervised.words.limit_runs(options.timeout)
-    limits = profiles.in_force(options.profile), limited(options.timeout)
-    with limits[0], limits[1], without_repeats(), progress_bar(options.quiet) as bar:
+    found: dict[str, Report] = {}
+    try:
+        with profiles.in_force(options.profile), limited(options.timeout), without_repeats():
+            _judge_each(schemes, options, outcome, found, several=several)
+    except KeyboardInterrupt:
+        with uninterrupted():
+            end_early(outcome, schemes, found, options)
+        raise
+    return outcome
+
+
+def _judge_each(
+    schemes: Sequence[Declared], options: VerifyOptions, outcome: Outcome, found: dict[str, Report], *, several: bool
+) -> None:
+    """Add the outcome of each scheme; a failing report goes to `found` as soon as there is one."""
+    with progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for number, scheme in enumerate(schemes, start=1):
             bar.update(task, description=scheme.name)
-            found: list[Report] = []
             judged = partial(_one, scheme, options, progress, found, several=several)
             named = _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
             with named, _told_if_ended(outcome, schemes[number - 1 :], options):
-                try:
-                    outcome.add(_remembered(scheme, judged, options))
-                except KeyboardInterrupt:
-                    _end_early(outcome, schemes[number - 1 :], found, options)
-                    raise Interrupted(outcome) from None
+                outcome.add(remembered(scheme, judged, options))
             bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
-    return outcome
-
-
-def _end_early(outcome: Outcome, rest: Sequence[Declared], found: Sequence[Report], options: VerifyOptions) -> None:
-    """Add the schemes without a verdict after an interrupt. The first has one if a failing case was found."""
-    first, *others = rest
-    how = "interrupted" if exits.asked in (None, signal.SIGINT) else f"ended by {exits.signal_name(exits.asked)}"
-    earlier = None if journal.current is None else journal.current.report(first.key)
-    report = found[-1] if found else earlier
-    if report is not None:
-        report = from_one_case(replace(report, unfinished=how))
-        outcome.reports.append(with_replay_file(_substituted(first, options), report, options.replay_dir or "."))
-    else:
-        outcome.reject(first.key, f"scheme '{first.name}': {how} before it was judged")
-    outcome.not_run |= {scheme.key: summary.ENDED_BEFORE for scheme in others}
 
 
 def _told_if_ended(
@@ -227,7 +214,7 @@ def _told_if_ended(
     def tell(sentence: str, failure: RankFailure | None) -> None:
         first, *others = rest
         known = None if failure is None or failure.case is None else (failure, failure.case.json)
-        report = _of_death(_substituted(first, options), known)
+        report = of_death(substituted(first, options), known)
         if report is None:
             outcome.reject(first.key, f"scheme '{first.name}': {sentence}", RANK_FAILED)
         else:
@@ -287,50 +274,8 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
                 raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
 
 
-def _remembered(scheme: Declared, judged: Callable[[], Outcome], options: VerifyOptions) -> Outcome:
-    """The outcome of a scheme: from an earlier process of this command, which has died, or else `judged()`.
-
-    If that process died of this scheme after it had found a failing case, this is its report.
-    """
-    record = journal.current
-    if record is None:
-        return judged()
-    sentence = record.sentence(scheme.key)
-    if sentence is None:
-        outcome = record.outcome(scheme.key)
-        if outcome is None:
-            if supervised.is_over:
-                raise KeyboardInterrupt
-            record.begin(scheme.key)
-            outcome = judged()
-            record.done(scheme.key, outcome)
-        return outcome
-    outcome = Outcome()
-    report, failure = record.report(scheme.key), record.failure(scheme.key)
-    if report is not None or failure is not None:  # else the implementation's own import may have ended the process
-        scheme = _substituted(scheme, options)
-    report = _of_death(scheme, failure) if report is None else from_one_case(replace(report, unfinished=sentence))
-    if report is None:
-        outcome.reject(scheme.key, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
-    else:
-        outcome.reports.append(with_replay_file(scheme, report, options.replay_dir or "."))
-    return outcome
-
-
-def _of_death(scheme: Declared, known: tuple[RankFailure, str] | None) -> Report | None:
-    """The report of the rank by whose failure an earlier process has died; None if it died otherwise."""
-    if known is None:
-        return None
-    failure, text = known
-    try:
-        return of_failed_rank(scheme, CaseSpec.from_json(text), failure)
-    except BaseException as error:  # a case that was too long to be kept, or a draw of the user's
-        pass_interrupt(error)
-        return None
-
-
 def _one(
-    scheme: Declared, options: VerifyOptions, progress: Progressed | None, found: list[Report], *, several: bool
+    scheme: Declared, options: VerifyOptions, progress: Progressed | None, found: dict[str, Report], *, several: bool
 ) -> Outcome:
     """The outcome of one scheme. If one of several raises, only its own verdict is lost. Failures go to `found` too."""
     outcome = Outcome()
@@ -351,16 +296,16 @@ def _one(
 
 
 def _judge(
-    scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None, found: list[Report]
+    scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None, found: dict[str, Report]
 ) -> None:
     def keep(report: Report) -> None:
-        found.append(report)
+        found[scheme.key] = report
         if journal.current is not None:
             journal.current.found(scheme.key, report)
 
     start = time.perf_counter()
     try:
-        scheme = _substituted(scheme, options)
+        scheme = substituted(scheme, options)
         report = verify_scheme(
             scheme,
             options.engine,
@@ -386,13 +331,6 @@ def _judge(
         return
     outcome.reports.append(with_types(scheme, report, asked=options.types))
     outcome.seconds[scheme.key] = time.perf_counter() - start
-
-
-def _substituted(scheme: Declared, options: VerifyOptions) -> Declared:
-    """The scheme on the implementation that is given, if one is. Errors: NotOffered, NotApplicable."""
-    if options.implementation is None:
-        return scheme
-    return narrowed(on_implementation(scheme, options.implementation), options.fixed)
 
 
 def _fixed_world(engine: str) -> int | None:

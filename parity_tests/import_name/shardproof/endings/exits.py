@@ -58,9 +58,13 @@ def raise_when_asked() -> None:
 
 def end_when_asked() -> None:
     """Again, such a signal ends the process at once, as a process that a user's code has forked."""
-    for number in ASKING:
-        if signal.getsignal(number) is _raise:
-            signal.signal(number, signal.SIG_DFL)
+    for number in raising():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def raising() -> list[int]:
+    """The signals that raise here by `raise_when_asked`."""
+    return [number for number in ASKING if signal.getsignal(number) is _raise]
 
 
 def _raise(number: int, _: object) -> NoReturn:

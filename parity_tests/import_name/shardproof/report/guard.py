@@ -61,14 +61,15 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A block in which this process ignores an interrupt, as a second one while the verdicts are printed."""
+    """A block in which this process ignores what asks it to end, as a second time while the verdicts are printed."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    numbers = (signal.SIGINT, *exits.raising()) if is_main else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def guarded(call: Callable[[], Any]) -> int:
@@ -218,6 +219,20 @@ def own_output() -> Iterator[None]:
                     os.dup2(copy, number)
                     os.close(copy)
             sys.stdout, sys.stderr = (_opened(stream, number) for number, stream in enumerate(before, start=1))
+
+
+@contextmanager
+def prints_on_stderr() -> Iterator[None]:
+    """Redirect to standard error everything that functions print, in this process and on ranks."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _opened(stream: Any, number: int) -> Any:

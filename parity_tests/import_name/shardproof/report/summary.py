@@ -115,6 +115,11 @@ class Outcome:
             self.statuses[key] = status
 
     @property
+    def keys(self) -> set[str]:
+        """The schemes that have a report, or a reason why not."""
+        return {*(report.scheme for report in self.reports), *self.not_run, *self.not_offered, *self.not_judged}
+
+    @property
     def titles(self) -> dict[str, str]:
         """Each scheme's name; `file.py::name`, which is a target of `verify`, where another file has one so called."""
         keys = [*self.places, *(report.scheme for report in self.reports)]

@@ -1,0 +1,90 @@
+"""Outcomes of schemes after an early end: an interrupt of the command, or the death of an earlier process of it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.endings import exits, journal
+from shardproof.endings.exit_status import RANK_FAILED
+from shardproof.endings.raised import pass_interrupt
+from shardproof.engines import supervised
+from shardproof.engines.failure import RankFailure
+from shardproof.experiments.notes import from_one_case
+from shardproof.implementation.substitution import narrowed, on_implementation
+from shardproof.report import summary
+from shardproof.report.report import Report
+from shardproof.report.summary import Outcome, VerifyOptions
+from shardproof.verification import with_replay_file
+from shardproof.verify_one_case import of_failed_rank
+
+
+def end_early(
+    outcome: Outcome, schemes: Sequence[Declared], found: Mapping[str, Report], options: VerifyOptions
+) -> None:
+    """Add the schemes without an outcome after an interrupt. The first has a verdict if a failing case was found."""
+    rest = [scheme for scheme in schemes if scheme.key not in outcome.keys]
+    if not rest:
+        return
+    first, *others = rest
+    how = "interrupted" if exits.asked in (None, signal.SIGINT) else f"ended by {exits.signal_name(exits.asked)}"
+    earlier = None if journal.current is None else journal.current.report(first.key)
+    report = found.get(first.key, earlier)
+    if report is not None:
+        report = from_one_case(replace(report, unfinished=how))
+        outcome.reports.append(with_replay_file(substituted(first, options), report, options.replay_dir or "."))
+    else:
+        outcome.reject(first.key, f"scheme '{first.name}': {how} before it was judged")
+    outcome.not_run |= {scheme.key: summary.ENDED_BEFORE for scheme in others}
+
+
+def remembered(scheme: Declared, judged: Callable[[], Outcome], options: VerifyOptions) -> Outcome:
+    """The outcome of a scheme: from an earlier process of this command, which has died, or else `judged()`.
+
+    If that process died of this scheme after it had found a failing case, this is its report.
+    """
+    record = journal.current
+    if record is None:
+        return judged()
+    sentence = record.sentence(scheme.key)
+    if sentence is None:
+        outcome = record.outcome(scheme.key)
+        if outcome is None:
+            if supervised.is_over:
+                raise KeyboardInterrupt
+            record.begin(scheme.key)
+            outcome = judged()
+            record.done(scheme.key, outcome)
+        return outcome
+    outcome = Outcome()
+    report, failure = record.report(scheme.key), record.failure(scheme.key)
+    if report is not None or failure is not None:  # else the implementation's own import may have ended the process
+        scheme = substituted(scheme, options)
+    report = of_death(scheme, failure) if report is None else from_one_case(replace(report, unfinished=sentence))
+    if report is None:
+        outcome.reject(scheme.key, f"scheme '{scheme.name}': {sentence}", RANK_FAILED)
+    else:
+        outcome.reports.append(with_replay_file(scheme, report, options.replay_dir or "."))
+    return outcome
+
+
+def of_death(scheme: Declared, known: tuple[RankFailure, str] | None) -> Report | None:
+    """The report of the rank by whose failure an earlier process has died; None if it died otherwise."""
+    if known is None:
+        return None
+    failure, text = known
+    try:
+        return of_failed_rank(scheme, CaseSpec.from_json(text), failure)
+    except BaseException as error:  # a case that was too long to be kept, or a draw of the user's
+        pass_interrupt(error)
+        return None
+
+
+def substituted(scheme: Declared, options: VerifyOptions) -> Declared:
+    """The scheme on the implementation that is given, if one is. Errors: NotOffered, NotApplicable."""
+    if options.implementation is None:
+        return scheme
+    return narrowed(on_implementation(scheme, options.implementation), options.fixed)
