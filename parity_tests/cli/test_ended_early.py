@@ -122,6 +122,30 @@ def test_standard_output_has_the_json_alone():
     assert verdicts(record) == {"wrong": "mismatch"}
 
 
+def test_files_are_written_also_where_nothing_is_judged():
+    out, record = ended(signal.SIGTERM, HEAD, DEAF, WAITS)
+    assert out == "" and record["reports"] == []
+
+
+EDITS_ITSELF = """
+def waiting(mesh, x):
+    pathlib.Path(__file__).write_text("(")
+    WAITING.touch()
+    time.sleep(600)
+declare(waiting)
+"""
+HANGS_AGAIN = "if WAITING.exists():\n    time.sleep(600)\n"
+
+
+AGAIN = [("", EDITS_ITSELF), (HANGS_AGAIN, WAITS)]
+
+
+@pytest.mark.parametrize(("head", "scheme"), slow_but(AGAIN[:1], AGAIN))
+def test_a_file_that_cannot_be_imported_again_costs_no_verdict(head, scheme):
+    out, record = ended(signal.SIGTERM, HEAD, DEAF, head, TIMES_RANKS, scheme)
+    assert verdicts(record) == {"wrong": "mismatch"} and "MISMATCH" in out
+
+
 # Both are called by the command, between two schemes and after the last.
 INTERRUPTS = """
 import os

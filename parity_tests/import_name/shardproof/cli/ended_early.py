@@ -6,8 +6,10 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
+from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import RANK_FAILED
 from shardproof.endings.raised import pass_interrupt
@@ -20,6 +22,39 @@ from shardproof.report.report import Report
 from shardproof.report.summary import Outcome, VerifyOptions
 from shardproof.verification import with_replay_file
 from shardproof.verify_one_case import of_failed_rank
+
+
+def declared_again(targets: list[str], outcome: Outcome) -> list[Declared | FailedDeclaration | FailedImport] | None:
+    """The declarations of the targets; None where what an earlier process has judged is all that there is to tell.
+
+    A file may have been edited since that process imported it: if it cannot be imported now, `outcome` says so.
+    """
+    has_earlier = journal.current is not None and any(journal.current.of_earlier())
+    if supervised.is_over and not (supervised.may_import and has_earlier):
+        return None
+    try:
+        return discover.find_declarations(targets)
+    except discover.UnusableTarget as error:
+        if not has_earlier:
+            raise
+        outcome.reject(" ".join(targets), str(error))
+        return None
+
+
+def add_earlier(outcome: Outcome) -> None:
+    """Add what an earlier process has told about schemes that are not declared any more, or not imported again."""
+    if journal.current is None:
+        return
+    outcomes, found, lost = journal.current.of_earlier()
+    for earlier in outcomes:
+        if outcome.keys.isdisjoint(earlier.keys):
+            outcome.add(earlier)
+    for key, report in found.items():
+        if key not in outcome.keys:
+            outcome.reports.append(from_one_case(replace(report, unfinished=lost.get(key, "the process has ended"))))
+    for key, sentence in lost.items():
+        if key not in outcome.keys:
+            outcome.reject(key, f"{key.rpartition(':')[2]}: {sentence}", RANK_FAILED)
 
 
 def end_early(

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Column
 
 from shardproof.cli import expected
-from shardproof.cli.ended_early import end_early, of_death, remembered, substituted
+from shardproof.cli.ended_early import add_earlier, declared_again, end_early, of_death, remembered, substituted
 from shardproof.declare import discover, scheme_index
 from shardproof.declare.case import DTYPES, ENGINES
 from shardproof.declare.counted import counted
@@ -85,11 +85,18 @@ def verify(
         if not launch.is_rank_zero():
             return launch.serve()
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
+    if journal.current is not None and any(paths.values()):
+        journal.current.will_write()
     outcome = Outcome()
     try:
         with prints_on_stderr() if text_to_stderr else contextlib.nullcontext(), own_output():
-            declarations = sorted(discover.find_declarations(targets), key=lambda each: each.key not in first)
-            run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths), outcome)
+            declarations = declared_again(targets, outcome)
+            if declarations is not None:
+                declarations.sort(key=lambda each: each.key not in first)
+                run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths), outcome)
+            add_earlier(outcome)
+            if declarations is None and supervised.is_over:
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
         _publish_what_is_judged(outcome, options, paths)
         raise
@@ -109,11 +116,11 @@ def verify(
 
 def _publish_what_is_judged(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
     """After an interrupt: print the reports and write all files, with the status of a command that has not ended."""
-    outcome.ended_by = exits.asked or signal.SIGINT
-    outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
     with uninterrupted():
+        outcome.ended_by = exits.asked or signal.SIGINT
+        outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
         try:
-            if outcome.places:
+            if outcome.keys:
                 _publish(outcome, options, paths)
             else:
                 _write_files(outcome, paths)

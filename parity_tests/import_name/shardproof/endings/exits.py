@@ -9,10 +9,12 @@ status is 3 and the line is printed. A forked process ends as it asked.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -26,6 +28,8 @@ _process = 0  # the last one in which the calls were installed
 interrupt_is_told = False  # whether the sentence on an interrupt has been printed
 ASKING = (signal.SIGTERM, signal.SIGHUP)  # ask a command to end; Python raises at SIGINT by itself
 asked: int | None = None  # the one of them that has come
+TWICE_S = 2.0  # within it, a second interrupt is the first one, which was sent to a group and passed on by a parent
+_interrupted_s = -math.inf  # when the last one came
 
 
 def signal_name(number: int) -> str:
@@ -54,6 +58,8 @@ def raise_when_asked() -> None:
     for number in ASKING:
         if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
             signal.signal(number, _raise)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
 
 
 def end_when_asked() -> None:
@@ -73,6 +79,13 @@ def _raise(number: int, _: object) -> NoReturn:
     for other in ASKING:  # a second one comes where the first was sent to a whole group
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _interrupt(*_: object) -> None:
+    global _interrupted_s
+    before, _interrupted_s = _interrupted_s, time.monotonic()
+    if _interrupted_s - before > TWICE_S:
+        raise KeyboardInterrupt
 
 
 def is_forked() -> bool:

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from typing import IO, Any
 
-CHILD, BEGUN, DONE, FOUND, LOST, FAILED = b"C", b"B", b"D", b"F", b"L", b"R"
+CHILD, BEGUN, DONE, FOUND, LOST, FAILED, WRITES = b"C", b"B", b"D", b"F", b"L", b"R", b"W"
 _HEAD = struct.Struct("=cII")  # kind, bytes of the key, bytes of the content
 
 current: Journal | None = None  # of the command in this process
@@ -60,6 +60,11 @@ class Journal:
         """Whether a process of this command has judged a key, or found it failing."""
         return any(kind in (DONE, FOUND) and length for kind, _, _, length in self._records())
 
+    @property
+    def is_to_tell(self) -> bool:
+        """Whether there are outcomes, or files that would stay as an earlier command has left them."""
+        return self.has_outcomes or any(kind == WRITES for kind, *_ in self._records())
+
     # The side of the process that judges.
 
     def read(self) -> None:
@@ -84,6 +89,16 @@ class Journal:
     def failure(self, key: str) -> Any:
         """The failure of the rank by which that process died, and the case as JSON; None if it died otherwise."""
         return _unpickled(self._of_earlier[FAILED].get(key))
+
+    def of_earlier(self) -> tuple[list[Any], dict[str, Any], dict[str, str]]:
+        """All that earlier processes have left: outcomes, and failing reports and sentences on deaths by their keys."""
+        contents = [{key: _unpickled(data) for key, data in self._of_earlier[kind].items()} for kind in (DONE, FOUND)]
+        done, found = ({key: content for key, content in each.items() if content is not None} for each in contents)
+        return [*done.values()], found, {key: content.decode() for key, content in self._of_earlier[LOST].items()}
+
+    def will_write(self) -> None:
+        """The command has files to write, whatever becomes of it."""
+        self._append(WRITES, "")
 
     def begin(self, key: str) -> None:
         self._append(BEGUN, key)

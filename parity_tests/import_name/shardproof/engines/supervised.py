@@ -45,7 +45,7 @@ MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while t
 IDLE_S = 120.0  # beyond the limit of a run, how long all processes of the command may be idle in a scheme
 STOPPED_S = 3.0  # how long a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end, in which the child can compute
-TELLING_S = 20.0  # how long a process may take to print the verdicts of a child that had to be killed
+TELLING_S = 20.0  # how long a process that can compute may take to print the verdicts of another
 ORPHANS_S = 2.0  # how long the processes of an ended child get to end by themselves, as a fork server does
 STACKS_S = 0.5  # how long the fault handler gets to write the stacks of all threads
 OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
@@ -55,6 +55,7 @@ ADVICE = "--engine gloo runs each rank in a process of its own"
 table: StatusTable | None = None  # of the command in this process, shared with its parent
 words: LastWords | None = None  # likewise
 is_over = False  # whether this process only prints the verdicts of one that did not end as a signal asked
+may_import = True  # unless a process that only prints has hung, as in a user's file: then the next runs none of it
 
 
 def supervised(call: Callable[[], int | None]) -> int:
@@ -180,7 +181,7 @@ class _Command:
                 return OUTDATED
             if self.asked is not None or -death.exit_code in ASKS_TO_END:
                 self.asked = self.asked or -death.exit_code
-                if not death.is_judged and self._journal.has_outcomes:
+                if not death.is_judged and self._journal.is_to_tell:
                     self._tell(death)
                 return self._as_asked(self.asked, death)
             if death.exit_code == -signal.SIGPIPE and key is None:
@@ -229,16 +230,28 @@ class _Command:
 
     def _tell(self, death: Death) -> None:
         """Print the verdicts of a child that died before it could, in another child. A further signal ends this."""
-        others = orphans.children()
-        child, deadline = self._fork(death), time.monotonic() + TELLING_S
+        global may_import
+        is_told, is_asked_again = self._told(death)
+        if not is_told and not is_asked_again:
+            may_import = False
+            is_told, _ = self._told(None)  # the first has recorded the death
+        if not is_told:
+            complain("the verdicts so far could not be printed")
+
+    def _told(self, death: Death | None) -> tuple[bool, bool]:
+        """Whether a child could tell the verdicts, and whether a signal came meanwhile."""
+        others, is_asked_again = orphans.children(), False
+        child = self._fork(death)
+        ready = Ready(child)
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             received = signal.sigtimedwait((*self._passed_on, signal.SIGCHLD), TICK_S)
-            if time.monotonic() > deadline or (received is not None and received.si_signo in self._passed_on):
+            is_asked_again = received is not None and received.si_signo in self._passed_on
+            if ready.look(2 * TICK_S) > TELLING_S or is_asked_again:
                 os.kill(child, signal.SIGKILL)
-                complain("the verdicts so far could not be printed")
                 os.waitpid(child, 0)
                 break
         orphans.end(but=others, grace_s=ORPHANS_S)
+        return self._words.is_judged, is_asked_again
 
     def _at(self) -> tuple[str | None, bool]:
         return self._journal.begun, self._words.is_judged
