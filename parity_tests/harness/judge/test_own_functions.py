@@ -2,10 +2,12 @@
 
 import builtins
 import math
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from parity_tests.specimens.small_scheme import declared
 from shardproof.judge import own_functions
@@ -30,6 +32,20 @@ def test_each_is_seen(module, name, monkeypatch):
     monkeypatch.setattr(module, name, lambda *_, **__: True)
     with pytest.raises(ValueError, match=rf"{module.__name__}\.{name} has been replaced"):
         own_functions.check()
+
+
+# With this answer, every error is below what underflow may take.
+ANSWERS = {"equal": True, "finfo": SimpleNamespace(eps=1e30, tiny=1e30, smallest_normal=1e30, max=1e30)}
+
+
+@pytest.mark.parametrize(("owner", "name"), own_functions.OF_TORCH)
+def test_so_is_what_makes_arrays_of_tensors(owner, name, monkeypatch):
+    """The inputs of the reference are such arrays, and so are the results of the ranks: all would be 0."""
+    before = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: ANSWERS[name] if name in ANSWERS else 0 * before(*given))
+    scheme = declared(lambda mesh, x: x * 3, inputs={"x": "b/tp"})
+    with pytest.raises(ValueError, match=rf"torch\.(Tensor\.)?{name} has been replaced"):
+        scheme.verify(examples=1, tp=2)
 
 
 def test_what_only_is_added_is_no_replacement(monkeypatch):

@@ -1,7 +1,7 @@
-"""The functions of numpy, JAX and Python that compute a verdict, which a user's code must not replace.
+"""The functions of numpy, JAX, torch and Python that compute a verdict, which a user's code must not replace.
 
-A replaced `numpy.abs` could make every error 0. They are remembered when this module is imported, which is before the
-files of schemes.
+A replaced `numpy.abs` or `Tensor.numpy` could make every error 0. They are remembered when this module is imported,
+which is before the files of schemes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 MODULES: tuple[ModuleType, ...] = (np, np.linalg, math, jax, jax.lax, jnp)
 OF_PYTHON = ("abs", "all", "any", "max", "min", "sorted", "sum")
+# Make arrays of inputs and results, tell whether an input has been changed, and know the least number of a dtype.
+OF_TORCH = (
+    (torch.Tensor, "contiguous"),
+    (torch.Tensor, "double"),
+    (torch.Tensor, "numpy"),
+    (torch, "equal"),
+    (torch, "finfo"),
+    (torch, "from_numpy"),
+)
 
 
 def _functions(module: ModuleType) -> dict[str, Any]:
@@ -26,6 +36,7 @@ def _functions(module: ModuleType) -> dict[str, Any]:
 
 
 _BEFORE = MappingProxyType({module: _functions(module) for module in (*MODULES, builtins)})
+_OF_TORCH = tuple(getattr(owner, name) for owner, name in OF_TORCH)
 _VALUES = MappingProxyType({module: tuple(functions.values()) for module, functions in _BEFORE.items()})
 
 
@@ -37,7 +48,13 @@ def check() -> None:
             continue
         for name, function in functions.items():
             if now.get(name, function) is not function:
-                raise ValueError(
-                    f"{module.__name__}.{name} has been replaced, and verdicts are computed with it; give your own "
-                    "function another name"
-                )
+                raise _replaced(f"{module.__name__}.{name}")
+    for (owner, name), before in zip(OF_TORCH, _OF_TORCH, strict=True):
+        if getattr(owner, name) is not before:
+            raise _replaced(f"{'torch' if owner is torch else 'torch.Tensor'}.{name}")
+
+
+def _replaced(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has been replaced, and verdicts are computed with it; give your own function another name"
+    )
