@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from parity_tests.specimens.small_scheme import declared
 from shardproof.judge import own_functions
