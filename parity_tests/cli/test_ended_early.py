@@ -12,7 +12,10 @@ import pytest
 
 from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, TIMES_RANKS, written
-from shardproof.endings.exit_status import BY_SIGNAL, INTERRUPTED
+from shardproof.cli import session
+from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, INTERRUPTED
+from shardproof.report import summary
+from shardproof.report.summary import VerifyOptions
 
 # Tests in the background inherit that these are ignored.
 MAIN = """
@@ -160,3 +163,12 @@ def test_an_interrupt_between_two_schemes_and_a_second_one():
     out, record = ended(signal.SIGINT, HEAD, INTERRUPTS, TIMES_RANKS, RIGHT)
     assert verdicts(record) == {"wrong": "mismatch"} and "MISMATCH" in out
     assert {*record["not_judged"], *record["not_run"]} == {"right"}
+
+
+def test_files_are_written_before_anything_is_printed(monkeypatch):
+    """A reader of standard output may take nothing for ever."""
+    is_written = []
+    monkeypatch.setattr(summary, "show", lambda *_: is_written.append(Path("out.json").exists()))
+    options = VerifyOptions(examples=1, json="out.json", fixed={"tp": 1, "b": 2})
+    assert session.verify([written("right.py", RIGHT, **LOCKSTEP)], options) == EQUAL
+    assert is_written == [True]

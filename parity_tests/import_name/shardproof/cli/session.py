@@ -130,14 +130,14 @@ def _publish_what_is_judged(outcome: Outcome, options: VerifyOptions, paths: Map
 
 
 def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
-    """Print the reports and write all files; if one cannot be written, write the others. Errors: OSError."""
+    """Write all files and print the reports; if a file cannot be written, write the others. Errors: OSError."""
     console = Console(stderr="-" in paths.values())
-    try:
-        if not outcome.is_one_unusable_scheme:
-            summary.show(console, outcome, options)
-    finally:  # also if nobody reads standard output, or its disk is full
+    try:  # files first: a reader of standard output may take nothing for ever
         with uninterrupted():  # one file would be new and another of an earlier command
             _write_files(outcome, paths)
+    finally:
+        if not outcome.is_one_unusable_scheme:
+            summary.show(console, outcome, options)
     if options.html and options.html != "-" and not options.quiet:
         console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
 
