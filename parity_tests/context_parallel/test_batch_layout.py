@@ -19,6 +19,7 @@ from shardproof import CaseSpec, Cost, lengths, scheme
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
+from torch_impl.collectives import reinterpret
 from torch_impl.context_parallel import batch_layout
 from torch_impl.layouts import TokenLayout
 
@@ -26,20 +27,29 @@ Rows = Float[Tensor, "b l d"]
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def gather_cost(c, tokens, kinds=0):
-    """Of `tokens` in a row, one gather, and the sum of its gradients; `kinds` more tensors go along."""
-    numbers = (1 + kinds) * c.b * tokens * c.d
+def gather_cost(c, tokens, kinds=0, summed=None):
+    """Of `tokens` in a row, one gather, and the sum of its gradients; `kinds` more tensors go along.
+
+    Where a gather has the gradient I, gradients of `summed` tokens are added outside of it.
+    """
+    of_a_token = (1 + kinds) * c.b * c.d
+    op, added = ("reduce_scatter", tokens) if summed is None else ("all_reduce", summed)
     return Cost(
-        forward={"all_gather": (1, numbers // c.cp * c.itemsize)},
-        backward={"reduce_scatter": (1, numbers * c.accumulator_itemsize)},
+        forward={"all_gather": (1, tokens // c.cp * of_a_token * c.itemsize)},
+        backward={op: (1, added * of_a_token * c.accumulator_itemsize)},
     )
 
 
-def there_and_back(layout, x, kinds):
-    """The shard of x and its squares, gathered; with `kinds` as the second of two tensors, stacked before the rows."""
+def there_and_back(mesh, layout, x, kinds, gradient="R"):
+    """The shard of x and its squares, gathered; with `kinds` as the second of two tensors, stacked before the rows.
+
+    With the `gradient` I the ranks' cotangents are summed before the gather sees them.
+    """
     both = torch.stack([2 * x.detach(), x]) if kinds else x  # a gradient of 0 times an infinity would be NaN
     shard = layout.shard(both, dim=kinds)
-    squares = layout.gather(shard.square(), dim=kinds)
+    squares = layout.gather(shard.square(), dim=kinds, gradient=gradient)
+    if gradient == "I" and layout.group is not None:  # without a group there is one rank
+        squares = reinterpret(squares, mesh["cp"], src="I", dst="R")
     return (shard[1], squares[1]) if kinds else (shard, squares)
 
 
@@ -47,9 +57,11 @@ def rows_without_the_last(x, less):
     return shard_and_squares(x, x.shape[1] - less)
 
 
-def has_group(c):
-    """One rank may do without a mesh."""
-    return c.cp > 1 or c.options["named"]
+def cost_of_dense_rows(c):
+    if c.cp == 1 and not c.named:  # one rank may do without a mesh
+        return Cost()
+    rows = c.s - c.less
+    return gather_cost(c, c.s if c.cp > 1 else rows, c.kinds, rows if c.gradient == "I" else None)
 
 
 @scheme(
@@ -58,19 +70,19 @@ def has_group(c):
     inputs={"x": "b s d cp=R"},
     outputs=("b s/cp:dual_chunk_swap d", "b s d cp=R"),
     options={"less": (3, 1, 0)},
-    rank_options={"named": (True, False), "beside": (None, 0, -3), "kinds": (1, 0)},
+    rank_options={"named": (True, False), "beside": (None, 0, -3), "kinds": (1, 0), "gradient": ("R", "I")},
     dtypes=DTYPES,
     assume=lambda c: c.less < c.s,
-    cost=lambda c: gather_cost(c, c.s if c.cp > 1 else c.s - c.less, c.kinds) if has_group(c) else Cost(),
+    cost=cost_of_dense_rows,
 )
-def dense_rows_there_and_back(mesh, x, less, named, beside, kinds) -> tuple[Rows, Rows]:
+def dense_rows_there_and_back(mesh, x, less, named, beside, kinds, gradient) -> tuple[Rows, Rows]:
     """The last `less` columns are not in the batch, and padded; beside it is a sequence at the dim `beside`."""
     rows = x[:, : x.shape[1] - less]
     batch = {"input_ids": rows.new_zeros(rows.shape[:2], dtype=torch.int64), "beside": rows.transpose(0, 1)}
     device_mesh = mesh.device_mesh["cp"] if named or mesh.size("cp") > 1 else None
     dims = None if beside is None else {"beside": beside}
     factory, padded, layout = cp.make_cp_batch_and_ctx(device_mesh, batch, extra_seq_buffers=dims, return_layout=True)
-    shard, squares = there_and_back(layout, rows, kinds)
+    shard, squares = there_and_back(mesh, layout, rows, kinds, gradient)
     squares = F.pad(squares, (0, 0, 0, less))
     if beside is not None:
         with factory():
@@ -95,10 +107,10 @@ PACKED_ROWS = dict(
 
 @scheme(
     **PACKED_ROWS,
-    rank_options={"num_chunks": (2, 1), "as_context": (False, True), "kinds": (1, 0)},
-    cost=lambda c: gather_cost(c, c.t, c.kinds),
+    rank_options={"num_chunks": (2, 1), "as_context": (False, True), "kinds": (1, 0), "gradient": ("R", "I")},
+    cost=lambda c: gather_cost(c, c.t, c.kinds, c.t if c.gradient == "I" else None),
 )
-def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context, kinds) -> tuple[Rows, Rows]:
+def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context, kinds, gradient) -> tuple[Rows, Rows]:
     seq_lens, seq_lens_padded = (F.pad(each, (0, 1), value=FILL).expand(len(x), -1) for each in (real, padded))
     batch = {"input_ids": x, "seq_lens": seq_lens, "seq_lens_padded": seq_lens_padded}
     settings = {"num_chunks": num_chunks, "return_layout": True}
@@ -106,7 +118,7 @@ def packed_rows_there_and_back(mesh, x, padded, real, num_chunks, as_context, ki
         layout = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, use_te=True, **settings)[2]
     else:
         layout = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings)[1]
-    shard, squares = there_and_back(layout, x, kinds)
+    shard, squares = there_and_back(mesh, layout, x, kinds, gradient)
     tokens = shard.flatten(0, 1) if num_chunks > 1 else shard
     return tokens.unflatten(0, (len(x), -1)), squares
 

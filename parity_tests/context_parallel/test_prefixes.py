@@ -190,6 +190,33 @@ BATCHES["inputs"] = {**BATCHES["inputs"], "ids": "s"}
 BATCHES["outputs"] = (BATCHES["outputs"], "s/cp:turned", "s/cp:turned")
 
 
+def share_of_each_chunk(batch, mesh):
+    """This rank's shares of the chunks, one stream for each row, one after the other; and the layout of all rows."""
+    stacked, layout = cp.split_batch_into_thd_chunks(batch, len(batch["input_ids"]), return_layout=True)
+    is_one = layout.chunks == 1
+    chunks = [stacked] if is_one else [{name: x[i] for name, x in stacked.items()} for i in range(layout.chunks)]
+    cp_mesh = mesh.device_mesh["cp"]
+    shares = [cp._shard_thd_chunk_for_te(chunk, cp_mesh, "thd", FILL, 0, return_layout=True)[0] for chunk in chunks]
+    out = {name: torch.cat([share[name] for share in shares]) for name in ("input_ids", "position_ids")}
+    return out, layout.tokens.rebind(mesh.size("cp"), mesh.rank("cp"))
+
+
+def share_by(route, batch, mesh):
+    """This rank's share of the batch, and the layout of its tokens."""
+    cp_mesh = mesh.device_mesh["cp"]
+    if route == "each chunk":
+        return share_of_each_chunk(batch, mesh)
+    if route == "stream":
+        stream, _ = cp.process_input_for_thd(batch, return_layout=True)
+        out, layout = cp._shard_thd_chunk_for_te(stream, cp_mesh, "thd", FILL, 0, return_layout=True)
+    elif route == "context":
+        _, out, layout = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, use_te=True, return_layout=True)
+    else:
+        chunks = len(batch["input_ids"]) if route == "chunks" else 1
+        out, layout = cp.make_cp_batch_for_te(cp_mesh, batch, num_chunks=chunks, return_layout=True)
+    return out, layout.tokens
+
+
 @scheme(
     mesh={"cp": (1, 2, 4)},
     layouts={"turned": turned},
@@ -199,20 +226,12 @@ BATCHES["outputs"] = (BATCHES["outputs"], "s/cp:turned", "s/cp:turned")
         "draw": {**HEADS, "ids": integers(0, 9)},
         "options": {**DECLARED["options"], "tree": tuple(ROWS)},
     },
-    rank_options={"route": ("batch", "stream", "chunks", "context"), "fill_before": tuple(FILL_BEFORE)},
+    rank_options={"route": ("batch", "stream", "chunks", "each chunk", "context"), "fill_before": tuple(FILL_BEFORE)},
 )
 def attention_of_packed_rows_with_prefixes(mesh, q, k, v, ids, tree, causal, window, route, fill_before) -> OfRows:
-    """Packed rows with prefixes, sharded by each route: at once, in chunks, by a stream made first, in a context."""
-    batch, cp_mesh = packed_rows(ids, tree, fill_before), mesh.device_mesh["cp"]
-    if route == "stream":
-        stream, _ = cp.process_input_for_thd(batch, return_layout=True)
-        out, layout = cp._shard_thd_chunk_for_te(stream, cp_mesh, "thd", FILL, 0, return_layout=True)
-    elif route == "context":
-        _, out, layout = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, use_te=True, return_layout=True)
-    else:
-        chunks = len(batch["input_ids"]) if route == "chunks" else 1
-        out, layout = cp.make_cp_batch_for_te(cp_mesh, batch, num_chunks=chunks, return_layout=True)
-    y = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout.tokens, causal=causal, window=window)
+    """Packed rows with prefixes, sharded by each route: at once, in chunks, by streams made first, in a context."""
+    out, layout = share_by(route, packed_rows(ids, tree, fill_before), mesh)
+    y = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, causal=causal, window=window)
     return y, out["input_ids"].flatten(), out["position_ids"].flatten()
 
 

@@ -63,10 +63,10 @@ def routed_by_top_k(mesh, logits, each: Int[Tensor, "k"]) -> Routing:
 
 
 def biases(generator, shape):
-    """Equal ones, integers, or such that scores of chosen groups are below 0 too."""
+    """Equal ones, integers, or such that scores of chosen groups are below 0 too; all have few digits."""
     kind = generator.integers(4)
     normal = generator.standard_normal(shape)
-    return 0.0 * normal if kind == 0 else np.rint(normal) if kind == 1 else normal - 2.0
+    return 0.0 * normal - 2.0 if kind == 0 else np.rint(normal) if kind == 1 else np.rint(8 * normal) / 8 - 2.0
 
 
 GROUPS = ((1, 1), (2, 1), (4, 2), (4, 3), (8, 4))
@@ -89,6 +89,7 @@ def by_sigmoid(logits, bias, each, searched, norm_topk_prob, routed_scaling_fact
     },
     dims={"k": (1, 2, 4), "e": (8, 16)},
     options={"searched": GROUPS, "norm_topk_prob": (True, False), "routed_scaling_factor": (1.0, 2.5)},
+    rank_options={"is_narrow": (True, False)},
     nograd=("each", "bias"),
     wider_inputs=("logits", "bias"),
     sums="float32",
@@ -96,10 +97,12 @@ def by_sigmoid(logits, bias, each, searched, norm_topk_prob, routed_scaling_fact
     **TOKENS,
 )
 def routed_by_sigmoid(
-    mesh, logits, bias, each: Int[Tensor, "k"], searched, norm_topk_prob, routed_scaling_factor
+    mesh, logits, bias, each: Int[Tensor, "k"], searched, norm_topk_prob, routed_scaling_factor, is_narrow
 ) -> Routing:
+    """A bias may have fewer digits than the logits. bfloat16 has all digits of a drawn one, and not those of a sum."""
     groups, chosen = searched
     options = dict(norm_topk_prob=norm_topk_prob, routed_scaling_factor=routed_scaling_factor)
+    bias = bias.bfloat16() if is_narrow and logits.dtype != torch.bfloat16 else bias
     return expert_parallel.sigmoid_top_k(logits, bias, len(each), groups=groups, chosen_groups=chosen, **options)
 
 
@@ -158,6 +161,12 @@ def test_a_bias_changes_the_choice_and_no_gate():
     gates, experts, _ = expert_parallel.sigmoid_top_k(logits, bias, 2, norm_topk_prob=False)
     assert experts.tolist() == [[2, 0]] and torch.equal(gates, logits[:, [2, 0]].sigmoid())
     assert not gates.requires_grad
+
+
+def test_a_narrow_bias_leaves_scores_their_digits():
+    """Scores that a bfloat16 beside 4 cannot tell apart."""
+    logits, bias = torch.tensor([[0.0, 0.01, 0.02, 0.03]]), torch.full((4,), 4.0, dtype=torch.bfloat16)
+    assert expert_parallel.sigmoid_top_k(logits, bias, 2)[1].tolist() == [[3, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -23,11 +23,21 @@ from torch_impl.layouts.reorder import (
 )
 
 MENU = dict(mesh={"cp": (1, 2, 3)}, dtypes=("float32", "float64"))
-PACKED = dict(MENU, dims={"n": (4, 6, 3), "t": (24, 36, 12)}, draw={"padded": offsets("t", padded=True)})
+PACKED = dict(
+    MENU,
+    dims={"n": (4, 6, 3), "t": (24, 36, 12)},
+    draw={"padded": offsets("t", padded=True)},
+    rank_options={"fill": (0, 2)},
+)
 
 
 def identity(x, padded):
     return x
+
+
+def with_fill(cu_seqlens, count):
+    """The offsets with this many negative entries at the end, as rows of a table have them."""
+    return torch.nn.functional.pad(cu_seqlens, (0, count), value=-1000)
 
 
 def gather_cost(of):
@@ -48,8 +58,8 @@ def gather_cost(of):
     cost=gather_cost(lambda c: c.t * c.d),
     **PACKED,
 )
-def gathered_and_put_in_order(mesh, x, padded):
-    n = mesh.size("cp")
+def gathered_and_put_in_order(mesh, x, padded, fill):
+    n, padded = mesh.size("cp"), with_fill(padded, fill)
     rank_major = all_gather(x, mesh["cp"], out="R")
     return _undo_attention_load_balancing(_deinterleave_packed_seqs(rank_major, padded // n, n), n, padded)
 
@@ -61,8 +71,8 @@ def gathered_and_put_in_order(mesh, x, padded):
     cost=lambda c: Cost(),
     **PACKED,
 )
-def sharded_in_rank_order(mesh, x, padded):
-    n = mesh.size("cp")
+def sharded_in_rank_order(mesh, x, padded, fill):
+    n, padded = mesh.size("cp"), with_fill(padded, fill)
     rank_major = _reinterleave_packed_seqs(_redo_attention_load_balancing(x, n, padded), padded // n, n)
     return rank_major.chunk(n)[mesh.rank("cp")]
 
@@ -107,8 +117,8 @@ def next_chunks(x, padded, packed, mesh):
     cost=lambda c: Cost(),
     **{**PACKED, "draw": {**PACKED["draw"], "packed": integers(0, 9)}},
 )
-def chunks_that_follow(mesh, x, padded, packed):
-    return _reorder_chunks(x, [*range(1, 2 * mesh.size("cp")), 0], padded)
+def chunks_that_follow(mesh, x, padded, packed, fill):
+    return _reorder_chunks(x, [*range(1, 2 * mesh.size("cp")), 0], with_fill(padded, fill))
 
 
 SCHEMES = (

@@ -142,7 +142,7 @@ def delta_rule_packed(mesh, query, key, value, g, beta, initial_state, cu, chunk
     reference=stream,
     inputs={**inputs("t/cp", "1", "n"), "cu": "q"},
     outputs=outputs("t/cp", "1", "n"),
-    dims={**SIZES, "h": "2*hk", "q": (4,), "n": "q-1"},
+    dims={**SIZES, "h": "2*hk", "q": (7,), "n": "q-1"},  # so many that some are empty at a border of ranks
     draw={**DRAW, "cu": offsets("t", padded=True)},
     cost=cost(lambda c: 1, lambda c: c.n),
     **DECLARED,

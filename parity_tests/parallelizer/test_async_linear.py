@@ -13,6 +13,7 @@ from shardproof import CaseSpec, Cost, check_cases, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.collectives import all_gather, reduce_scatter
 from torch_impl.parallelizer import all_gather_linear, linear_reduce_scatter
+from torch_impl.parallelizer.async_linear import all_gather_linears
 
 DECLARED = dict(
     dims={"s": (8, 24), "i": (4, 8), "o": (8, 4)},
@@ -135,6 +136,18 @@ def test_equal_to_the_collective_and_the_product(tp):
         return all(map(torch.equal, plain, same)), len(same)
 
     assert run(body, CaseSpec(scheme="async", mesh={"tp": tp})).results == ((True, 6),) * tp
+
+
+def test_gradients_of_several_products_are_added_in_float32():
+    """256, 1 and 1, of which bfloat16 has the sum and not the sum of the first two."""
+
+    def body(mesh, case):
+        x = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+        weights = [torch.full((1, 1), each, dtype=torch.bfloat16) for each in (256.0, 1.0, 1.0)]
+        sum(all_gather_linears(x, weights, mesh["tp"], [1])).sum().backward()
+        return x.grad.item()
+
+    assert run(body, CaseSpec(scheme="async", mesh={"tp": 1})).results == (258.0,)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])

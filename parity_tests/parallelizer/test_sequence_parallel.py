@@ -205,18 +205,21 @@ GATED = {"norm": "d tp=I", "up": "h p d tp=I", "heads_norm": "p tp=I", "down": "
     outputs=("b s d tp=I", "b s d tp=I", *GATED.values(), "k tp=I"),
     dims={"b": (2,), "s": (8,), "d": (3,), "h": (4,), "p": (2,), "g": (1,), "n": (3,), "k": (3,)},
     options={"has_gate": (True, False)},
-    rank_options={"times": (1, 2)},
+    rank_options={"times": (1, 2), "is_planned": (True, False)},
     nograd=("x", *GATED, "cotangent", "weights"),
     draw=dict.fromkeys(("x", *GATED, "cotangent", "weights"), values("normal")),
     dtypes=("float64",),
     reduction=("b", "s", "d", "h", "p"),
     roundings=4,
 )
-def layer_of_all_positions(mesh, x, norm, up, heads_norm, down, gate, cotangent, weights, has_gate, times):
-    """A layer between shards of the sequence; positions that enter the norm and the layer, and those it sums."""
+def layer_of_all_positions(mesh, x, norm, up, heads_norm, down, gate, cotangent, weights, has_gate, times, is_planned):
+    """A layer between shards of the sequence; positions that enter the norm and the layer, and those it sums.
+
+    The plan names the gate as replicated, or not at all.
+    """
     layer = GatedHeads(up.flatten(0, 1), heads_norm, down.flatten(1), gate if has_gate else None)
     net, leaves = GatedNet(norm, layer), {"up": "colwise", "heads_norm": "replicated_with_grad_allreduce"}
-    leaves |= {"down": "rowwise"} | ({"gate": "replicate"} if has_gate else {})
+    leaves |= {"down": "rowwise"} | ({"gate": "replicate"} if has_gate and is_planned else {})
     plan = {f"blocks.0.layer.{leaf}": translate_to_torch_parallel_style(style) for leaf, style in leaves.items()}
     seen = {}
     for name, module in net.blocks[0].named_children():

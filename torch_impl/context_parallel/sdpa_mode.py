@@ -240,8 +240,8 @@ def local_attention() -> Iterator[None]:
 
 
 def open_scope(owner: object, *, is_local: bool = False, window: int | None = None) -> None:
-    """Open a scope in the calling thread; inside local attention it is local too."""
-    _SCOPES.rules.append(_Rules(id(owner), is_local or _SCOPES.rules[-1].is_local, window))
+    """Open a scope in the calling thread. A window is for attention of a context, not for local attention."""
+    _SCOPES.rules.append(_Rules(id(owner), is_local, window))
 
 
 def close_scope(owner: object) -> None:
