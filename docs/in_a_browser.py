@@ -35,6 +35,7 @@ PAGES = (
     "benchmarks.html",
     "failures.html",
     "how-to/verify-your-own-scheme.html",
+    "how-to/coming-from-nemo-megatron-torchtitan.html",
     "reference/vocab-parallel.html",
     "reference/schemes.html",
     "notebooks/03_dual_chunk_swap_and_packing.html",
