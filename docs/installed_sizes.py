@@ -17,7 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "install.md"
-HEADING = "## What each extra brings, and how large it is\n"
+HEADING = "## Extras and their sizes\n"
 PROJECT = "shardproof"
 EXTRAS = ("", "verify", "verify,hf", "triton", "notebooks", "docs")
 # What each brings, in words; its packages and their bounds stand in pyproject.toml.
