@@ -2,8 +2,9 @@
 
 A wrong output may have no pattern in its numbers, as after a maximum of each rank's own part, a collective over the
 wrong ranks, or a mean of local values inside a variance. So the case runs again with one edit at a time: an all_reduce
-left out, with another operation or over other ranks; a collective after an operation; a write that adds. An edit is
-named only if every tensor of the failing cases, and of a case on another mesh, is right with it.
+left out, with another operation or over other ranks; a collective after an operation; a write that adds. If only
+gradients are wrong, the operations and writes of hand-written backwards are edited: a sum may be of one rank's part.
+An edit is named only if every tensor of the failing cases, and of a case on another mesh, is right with it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from shardproof.experiments.combined_operations import (
     Writer,
 )
 from shardproof.experiments.right_apart import JudgedCase, judged_cases
+from shardproof.experiments.unsummed_edges import Graph, with_graph
 from shardproof.explain.arithmetic import names_a_number
+from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
@@ -61,14 +64,18 @@ class Edit:
 
 
 def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], notes: Notes) -> dict[str, Any]:
-    """The notes, with one on the edit that makes every tensor right, if an output is wrong and none names a cause.
+    """The notes, with one on the edit that makes every tensor right, if a tensor is wrong and none names a cause.
 
     Cost: up to MAX_EDITS runs of the failing case, and for each edit that mends it one of each other failing case.
     """
 
     def edits(clearest: Report) -> Iterable[Edit]:
-        of_writes = _of_writes(scheme, clearest)
-        if clearest.case.world == 1 or _fails_on_one_rank(scheme, report):
+        needs_ranks = not _needs_no_ranks(scheme, report, clearest)
+        if not _wrong_outputs(report):
+            of_writes = _of_writes(scheme, clearest, in_backwards)
+            return chain(of_writes, _of_backwards(scheme, clearest)) if needs_ranks else of_writes
+        of_writes = _of_writes(scheme, clearest, in_mode)
+        if not needs_ranks:
             return of_writes
         return chain(_of_collectives(clearest), of_writes, _of_operations(scheme, clearest))
 
@@ -82,7 +89,7 @@ def name_edits_of_two(scheme: Declared, report: Report, failing: Sequence[Report
     """
 
     def edits(clearest: Report) -> Iterable[Edit]:
-        if clearest.case.world == 1 or _fails_on_one_rank(scheme, report):
+        if not _wrong_outputs(report) or _needs_no_ranks(scheme, report, clearest):
             return ()
         return _of_two_operations(scheme, clearest)
 
@@ -97,8 +104,8 @@ def _named(
     edits_of: Callable[[Report], Iterable[Edit]],
 ) -> dict[str, Any]:
     by_label = dict(notes)
-    wrong_outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
-    unnamed = [label for label in wrong_outputs if not any(map(_names_a_cause, notes.get(label, ())))]
+    wrong = _wrong_outputs(report) or [tensor.label for tensor in report.tensors if not tensor.ok]
+    unnamed = [label for label in wrong if not any(map(_names_a_cause, notes.get(label, ())))]
     if not unnamed or SPARE in report.case.mesh:
         return by_label
     clearest = min([report, *failing], key=lambda other: (_ranks_alike(other.case), other is not report))
@@ -117,7 +124,11 @@ def _named(
 
 
 def _names_a_cause(note: Note) -> bool:
-    return names_a_number(note) or note.startswith(RIGHT_ONCE)
+    return names_a_number(note) or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: "))
+
+
+def _wrong_outputs(report: Report) -> list[str]:
+    return [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
 
 
 def _ranks_alike(case: CaseSpec) -> tuple[bool, int]:
@@ -125,7 +136,10 @@ def _ranks_alike(case: CaseSpec) -> tuple[bool, int]:
     return case.world in case.mesh.values(), sum(size == 1 for size in case.mesh.values())
 
 
-def _fails_on_one_rank(scheme: Declared, report: Report) -> bool:
+def _needs_no_ranks(scheme: Declared, report: Report, clearest: Report) -> bool:
+    """Whether one rank is enough for the failure, so that no collective can be to blame."""
+    if clearest.case.world == 1:
+        return True
     on_one_rank = next(cases.reports(scheme, [cases.on_one_rank(scheme, report.case)]), None)
     return on_one_rank is not None and not _is_right(on_one_rank)
 
@@ -181,20 +195,20 @@ def _of_collectives(report: Report) -> Iterator[Edit]:
 # Edits of operations.
 
 
-def _operations(scheme: Declared, report: Report) -> dict[Operation, bool]:
+def _operations(scheme: Declared, report: Report, within: InMode) -> dict[Operation, bool]:
     """The operations of rank 0, each with whether it reduces."""
     operations: dict[Operation, bool] = {}
-    verify_case(scheme, report.case, wrap_program=in_mode(lambda mesh: Recorder(operations)))
+    verify_case(scheme, report.case, wrap_program=within(lambda mesh: Recorder(operations)))
     return operations
 
 
-def _of_writes(scheme: Declared, report: Report) -> Iterator[Edit]:
+def _of_writes(scheme: Declared, report: Report, within: InMode) -> Iterator[Edit]:
     """Each write to places that ids give, as an addition."""
-    for operation in _operations(scheme, report):
+    for operation in _operations(scheme, report, within):
         if operation.name in WRITES:
             name = "the assignment" if operation.name == ASSIGNMENT else operation.name
             words = f"{name} at {operation.source} adds: of two values for one place only the last remains"
-            yield Edit(words, in_mode(lambda mesh, each=operation: Writer(each)))
+            yield Edit(words, within(lambda mesh, each=operation: Writer(each)))
 
 
 def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
@@ -202,7 +216,7 @@ def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
 
     Operations are all calls of a function in a line; where a line has several that reduce, each is tried alone too.
     """
-    calls = _operations(scheme, report)
+    calls = _operations(scheme, report, in_mode)
     operations = _of_lines(calls)
     reducing = [(operation,) for operation, reduces in operations.items() if reduces]
     others = [(operation,) for operation, reduces in operations.items() if not reduces]
@@ -211,13 +225,26 @@ def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
 
 
 def _of_two_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
-    operations = _of_lines(_operations(scheme, report))
+    operations = _of_lines(_operations(scheme, report, in_mode))
+    for together in _pairs(operations):
+        yield from _collective_after(scheme, report, together)
+
+
+def _of_backwards(scheme: Declared, report: Report) -> Iterator[Edit]:
+    """A collective over an axis after each operation of a hand-written backward that reduces, then after two."""
+    operations = _of_lines(_operations(scheme, report, in_backwards))
+    reducing = [(operation,) for operation, reduces in operations.items() if reduces]
+    for together in (*reducing, *_pairs(operations)):
+        yield from _collective_after(scheme, report, together, in_backwards)
+
+
+def _pairs(operations: Mapping[Operation, bool]) -> Iterator[tuple[Operation, Operation]]:
+    """At most MAX_PAIRS pairs of statistics, of sums, and of sums with bounded ones."""
     bounds = [operation for operation in operations if operation.how == BOUNDED]
     statistics = [operation for operation in operations if operation.name in HOW_OF and operation not in bounds]
     sums = [operation for operation, reduces in operations.items() if reduces and operation.name not in HOW_OF]
     alike = (combinations(statistics, 2), combinations(sums, 2), product(sums, bounds))
-    for together in (pair for each in alike for pair in islice(each, MAX_PAIRS)):
-        yield from _collective_after(scheme, report, together)
+    return (pair for each in alike for pair in islice(each, MAX_PAIRS))
 
 
 def _of_lines(calls: Mapping[Operation, bool]) -> dict[Operation, bool]:
@@ -229,12 +256,15 @@ def _of_lines(calls: Mapping[Operation, bool]) -> dict[Operation, bool]:
     return {operation: operations[operation] for operation in chosen}
 
 
-def _collective_after(scheme: Declared, report: Report, together: Sequence[Operation]) -> Iterator[Edit]:
+def _collective_after(
+    scheme: Declared, report: Report, together: Sequence[Operation], within: InMode | None = None
+) -> Iterator[Edit]:
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
-    backwards = (True, False) if any(arg.differentiable for arg in scheme.inputs) else (False,)
+    has_backward = within is None and any(arg.differentiable for arg in scheme.inputs)
+    backwards = (True, False) if has_backward else (False,)
     for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else backwards):
         of_ranks, control = (
-            in_mode(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
+            (within or in_mode)(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
             for of_equal_ranks in (False, True)
         )
         yield Edit(_words(together, axis), of_ranks, control)
@@ -260,7 +290,11 @@ def _words(together: Sequence[Operation], axis: str) -> str:
     return f"{what} is the {together[0].how} over all ranks of {axis}, not of each rank's own part"
 
 
-def in_mode(mode_of: Callable[[Any], TorchFunctionMode]) -> Callable[[Program], Program]:
+Wrapper = Callable[[Program], Program]
+InMode = Callable[[Callable[[Any], TorchFunctionMode]], Wrapper]
+
+
+def in_mode(mode_of: Callable[[Any], TorchFunctionMode]) -> Wrapper:
     """A wrapper that runs each rank's function in the mode that `mode_of` makes of its mesh."""
 
     def wrap(program: Program) -> Program:
@@ -271,3 +305,22 @@ def in_mode(mode_of: Callable[[Any], TorchFunctionMode]) -> Callable[[Program], 
         return replace(program, fn=fn)
 
     return wrap
+
+
+def in_backwards(mode_of: Callable[[Any], TorchFunctionMode]) -> Wrapper:
+    """The same for the hand-written backwards alone, which run in the mode."""
+
+    def surround(mesh: Any, graph: Graph) -> None:
+        for node in {node: None for edge, node, _ in graph if edge.is_handwritten}:
+            entered: list[TorchFunctionMode] = []
+
+            def enter(gradients: Any, entered: list[TorchFunctionMode] = entered) -> None:
+                entered.append(mode_of(mesh).__enter__())
+
+            def leave(gradients: Any, cotangents: Any, entered: list[TorchFunctionMode] = entered) -> None:
+                entered.pop().__exit__(None, None, None)
+
+            node.register_prehook(enter)
+            node.register_hook(leave)
+
+    return with_graph(surround)

@@ -54,7 +54,7 @@ def places_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[st
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         # 1. The edges of rank 0's graph, and groups of edges into one tensor.
         graph: Graph = []
-        verify_case(scheme, report.case, wrap_program=_with_graph(lambda mesh, own: _keep_of_rank_0(graph, own)))
+        verify_case(scheme, report.case, wrap_program=with_graph(lambda mesh, own: _keep_of_rank_0(graph, own)))
         # 2. The sum at each in turn.
         for edges in list(_candidates(graph))[:MAX_RUNS]:
             repaired = verify_case(scheme, report.case, wrap_program=_with_sum(edges, axis))
@@ -80,7 +80,7 @@ def _candidates(graph: Graph) -> Iterator[tuple[Edge, ...]]:
     yield from (edges for edges in into if len(edges) > 1)
 
 
-def _with_graph(use: Callable[[Any, Graph], None]) -> Callable[[Program], Program]:
+def with_graph(use: Callable[[Any, Graph], None]) -> Callable[[Program], Program]:
     """A wrapper for `verify_case` that passes each rank's mesh and autograd graph to `use`."""
 
     def wrap(program: Program) -> Program:
@@ -102,7 +102,7 @@ def _with_sum(edges: Sequence[Edge], axis: str) -> Callable[[Program], Program]:
             if edge in edges:
                 node.register_hook(lambda gradients, _, place=edge.place: _summed(gradients, place, mesh[axis]))
 
-    return _with_graph(add_hooks)
+    return with_graph(add_hooks)
 
 
 def _summed(gradients: Sequence[Any], place: int, group: Any) -> tuple[Any, ...]:
