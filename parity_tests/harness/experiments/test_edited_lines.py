@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, token_below, values
-from shardproof.experiments.alternatives import Names, alternatives
+from shardproof.experiments.alternatives import alternatives
 from shardproof.experiments.edited_lines import DRAWN, DRAWN_FAILING, MOST_DRAWN, ORDINARY, drawn_cases
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
+from shardproof.experiments.names import Names
 from shardproof.experiments.notes import check_notes
 from shardproof.experiments.right_apart import JudgedCase, which_are_right
 from shardproof.experiments.running_lines import running_functions
@@ -312,16 +313,42 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("a + torch.where(f, x, 0)", "torch.where(f, x + a, 0)"),
         ("x.std()", "x.std(correction=0)"),
         ("torch.var(x, unbiased=False)", "torch.var(x, correction=1)"),
+        ("x[:n]", "x[-n:]"),
+        ("x[:1]", "x[-1:]"),
+        ("x[-n:]", "x[:n]"),
+        ("x[:, :1]", "x[:, -1:]"),
+        ("moved(x, n)", "moved(x, -n)"),
+        ("moved(x, 1)", "moved(x, -1)"),
+        ("moved(x, ctx.n)", "moved(x, -ctx.n)"),
+        ("a", "a * (~forgotten)[..., None]"),
+        ("[x[0], x[-1]]", "[x[-1], x[0]]"),
+        ("(n, a, x)", "(n, x, a)"),
+        ("view.rank('tp')", "view.rank('tp') + 1"),
+        ("dist.get_rank(mesh)", "dist.get_rank(mesh) - 1"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):
     kinds = {"a": "tensor of floats, 2", "n": "int", "rank": "int", "x": "tensor of floats, 2", "mesh": "group"}
-    kinds |= {"layout.size": "int", "layout.rank": "int", "view": "mesh", "ids": "tensor of integers, 1"}
+    kinds |= {
+        "ctx.n": "int",
+        "layout.size": "int",
+        "layout.rank": "int",
+        "view": "mesh",
+        "ids": "tensor of integers, 1",
+    }
     kinds |= {"forgotten": "tensor of flags, 1", "stored": "tensor of floats, 1"}
     unread = frozenset({"forgotten", "stored"})
     node = ast.parse(written, mode="eval").body
     tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), unread))
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
+
+
+def test_a_copy_that_is_left_out_is_no_edit():
+    """It would share its storage, and the mistake might be written over."""
+    names = Names({"x": "tensor of floats, 2"}, {}, {}, ("tp",))
+    for written in ("x.clone()", "x.contiguous().clone()"):
+        tried = alternatives(ast.parse(written, mode="eval").body, ast.Module([], []), names)
+        assert not {"x", "x.contiguous()"} & {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
 
 
 def in_the_first_order(mesh, x, keys):
@@ -341,6 +368,44 @@ def test_an_order_that_is_applied_twice_in_place_of_undone():
     )
     line = line_of(in_the_first_order, "rows[order]")
     assert note == f"{RIGHT_ONCE}{line} has `rows[order.argsort()]`, not `rows[order]`"
+
+
+def rows_of_the_rank(x, group, by):
+    parts = [torch.empty(x.shape) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return parts[(dist.get_rank(group) - by) % len(parts)]
+
+
+class RowsOfAnotherRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, by):
+        ctx.group, ctx.by = group, by
+        return rows_of_the_rank(x, group, by)
+
+    @staticmethod
+    def backward(ctx, g):
+        return rows_of_the_rank(g, ctx.group, ctx.by), None, None  # the mistake: the same direction
+
+
+def of_the_rank_before(mesh, x):
+    return torch.tanh(x + 2 * torch.cat([RowsOfAnotherRank.apply(x[-1:], mesh["tp"], 1), x[:-1]]))
+
+
+def test_a_gradient_that_travels_in_the_direction_of_the_forward():
+    note = first_note(
+        of_the_rank_before, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), {"x": "s/tp d"}, "s/tp d",
+        {"tp": 3, "s": 3, "d": 3}, label="d/d x", mesh={"tp": (1, 2, 3, 4)},
+    )  # fmt: skip
+    line = line_of(RowsOfAnotherRank.backward, "rows_of_the_rank")
+    right = "rows_of_the_rank(g, ctx.group, -ctx.by)"
+    assert note.startswith(f"{RIGHT_ONCE}{line} has `({right}, None, None)`, not `")
+
+
+def test_a_mask_that_is_never_read_bounds_what_is_subtracted():
+    kinds = {"outside": "tensor of flags, 1"}
+    (statement,) = ast.parse("x[rows, ids] -= 1.0").body
+    tried = alternatives(statement.value, statement, Names(kinds, {}, {}, ("tp",), unread=frozenset({"outside"})))
+    assert "1.0 * ~outside" in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
 
 
 def with_padded_columns(mesh, h, w):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
+
+from shardproof.experiments.names import MOST_NAMES, NUMBERS, Names
 
 # Ranks of edits: a factor or a mask that is never read comes first, then a part is left out or exchanged, then a name,
 # then a part is added.
 UNREAD, LIKELY, POSSIBLE, ADDED = range(4)
-NUMBERS = ("tensor of floats", "tensor of integers", "int", "float")  # kinds that can be multiplied
-MOST_NAMES = 6  # of the same kind that are tried for a name
-
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
     ast.LtE: (ast.Lt, ast.GtE),
@@ -49,61 +47,8 @@ for _pair in _PAIRS.split(", "):
     FUNCTIONS.setdefault(_other, []).append(_one)
 
 
-@dataclass(frozen=True)
-class Names:
-    """What a function's names hold; in its file, the attributes read of a name and the strings given to a keyword."""
-
-    kinds: Mapping[str, str]
-    attributes: Mapping[str, set[str]]
-    strings: Mapping[str, set[str]]
-    axes: tuple[str, ...]
-    sharded_dims: tuple[str, ...] = ()
-    unread: frozenset[str] = frozenset()  # that the function takes or assigns and never reads
-
-    def alike(self, name: str) -> list[str]:
-        """Other names of the same kind, fields of one object first."""
-        kind, base = self.kinds.get(name), name.partition(".")[0]
-        others = [each for each, other in self.kinds.items() if other == kind and each != name] if kind else []
-        return sorted(others, key=lambda other: other.partition(".")[0] != base)[:MOST_NAMES]
-
-    def numbers(self, *kinds: str) -> list[str]:
-        """Names of these kinds of numbers, local ones first, and the rank and the size of groups."""
-        named = sorted((name for name, kind in self.kinds.items() if kind in kinds), key=lambda name: "." in name)
-        groups = [name for name, kind in self.kinds.items() if kind == "group"]
-        return [*named[:MOST_NAMES], *(f"{group}.{call}()" for group in groups[:2] for call in ("rank", "size"))]
-
-    def sizes(self) -> list[str]:
-        """Calls that return the number of ranks in a group, or along an axis of a scheme's mesh."""
-        return [each.replace(".rank(", ".size(") for each in self.ranks()]
-
-    def ranks(self) -> list[str]:
-        """Calls that return the rank in a group, or along an axis of a scheme's mesh."""
-        of_groups = [f"{name}.rank()" for name, kind in self.kinds.items() if kind == "group"]
-        meshes = [name for name, kind in self.kinds.items() if kind == "mesh"]
-        return [*of_groups[:2], *(f"{name}.rank({axis!r})" for name in meshes for axis in self.axes)]
-
-    def positions(self) -> list[str]:
-        """Calls that return the positions that a rank holds of a sharded dim."""
-        meshes = [name for name, kind in self.kinds.items() if kind == "mesh"]
-        return [f"{name}.global_ids({dim!r})" for name in meshes for dim in self.sharded_dims]
-
-    def numbers_of_rows(self, name: str) -> list[str]:
-        """Tensors with a number for each row of another one."""
-        what, _, dims = self.kinds.get(name, "").partition(", ")
-        of_rows = f"{what}, {int(dims or 0) - 1}"
-        return [each for each, kind in self.kinds.items() if dims and kind == of_rows and "." not in each][:MOST_NAMES]
-
-    def factors(self, name: str) -> list[str]:
-        """Tensors that may scale or mask another one: of as many dims, or of one less."""
-        _, _, dims = self.kinds.get(name, "").partition(", ")
-        fitting = {f"tensor of {what}, {dims}": "" for what in FACTORS}
-        fitting |= {f"tensor of {what}, {int(dims or 0) - 1}": "[..., None]" for what in FACTORS}
-        named = ((each, fitting.get(kind)) for each, kind in self.kinds.items() if each != name and "." not in each)
-        return [f"{each}{ending}" for each, ending in named if ending is not None and dims]
-
-
-FACTORS = ("floats", "flags")  # kinds of tensors
 REDUCTIONS = ("mean", "sum", "all_reduce", "reduce_scatter", "numel", "norm", "var", "std")
+COPIES = ("clone", "contiguous")
 Alternatives = Iterator[tuple[int, ast.expr]]
 
 
@@ -132,6 +77,10 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             yield from _with_a_bound(node, names)
         case ast.UnaryOp(_, operand):
             yield LIKELY, operand
+        case ast.List(elements, ast.Load()) | ast.Tuple(elements, ast.Load()):  # neighbours exchanged
+            for place in range(len(elements) - 1):
+                exchanged = [*elements[:place], elements[place + 1], elements[place], *elements[place + 2 :]]
+                yield LIKELY, type(node)(exchanged, ast.Load())
         case ast.BoolOp(operator, values):
             yield LIKELY, ast.BoolOp(ast.And() if isinstance(operator, ast.Or) else ast.Or(), values)
             yield from ((LIKELY, value) for value in values)
@@ -154,7 +103,8 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             pass
     if isinstance(node, ast.Call | ast.Attribute | ast.BinOp | ast.Subscript):
         yield from _extended(node, parent, names)
-    if isinstance(node, ast.Name | ast.Call | ast.BinOp | ast.Subscript):
+    is_added = isinstance(node, ast.Constant) and isinstance(parent, ast.AugAssign)
+    if is_added or isinstance(node, ast.Name | ast.Call | ast.BinOp | ast.Subscript):
         yield from _with_unread(node, parent, names)
 
 
@@ -197,6 +147,8 @@ def _with_unread(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         others = () if "flags" in kind else (ast.Div(), ast.Add(), ast.Sub())
         for ending in ("", "[..., None]", *_indices(parent)) if kind.startswith("tensor") else ("",):
             yield UNREAD, ast.BinOp(node, ast.Mult(), parsed(f"{name}{ending}"))
+            if "flags" in kind:  # a mask of the elements to leave out
+                yield UNREAD, ast.BinOp(node, ast.Mult(), parsed(f"(~{name}){ending}"))
             yield from ((LIKELY, ast.BinOp(node, operator, parsed(f"{name}{ending}"))) for operator in others)
             if "flags" in kind and isinstance(node, ast.Name):  # where it is false, another value
                 where = ast.Attribute(node, "where", ast.Load())
@@ -286,11 +238,16 @@ def _with_a_bound(node: ast.Compare, names: Names) -> Alternatives:
 
 def _is_reduction(node: ast.expr) -> bool:
     """Whether it is a call such as `x.mean(0)` or `all_reduce(x, group)`."""
+    return _called(node) in REDUCTIONS
+
+
+def _called(node: ast.expr) -> str | None:
+    """`mean` of `x.mean(0)` and of `mean(x)`; None for anything but a call."""
     match node:
         case ast.Call(ast.Attribute(attr=name)) | ast.Call(ast.Name(name)):
-            return name in REDUCTIONS
+            return name
         case _:
-            return False
+            return None
 
 
 def _is_local_size(node: ast.expr) -> bool:
@@ -325,12 +282,13 @@ def _of_stored(node: ast.Call, names: Names) -> Alternatives:
 def _of_call(node: ast.Call, names: Names) -> Alternatives:
     if isinstance(node.func, ast.Attribute):
         func = node.func
-        if not isinstance(func.value, ast.Name) or func.value.id in names.kinds:
+        is_copy = func.attr in COPIES  # left out, it would share its storage, and a mistake might be written over
+        if not is_copy and (not isinstance(func.value, ast.Name) or func.value.id in names.kinds):
             yield LIKELY, func.value  # a method left out
         for name in FUNCTIONS.get(func.attr, ()):
             yield LIKELY, ast.Call(ast.Attribute(func.value, name, func.ctx), node.args, node.keywords)
         root = _root(func.value)
-        if root is not None and (not isinstance(root, ast.Name) or root.id in names.kinds):
+        if not is_copy and root is not None and (not isinstance(root, ast.Name) or root.id in names.kinds):
             yield LIKELY, root  # all methods left out
     elif isinstance(node.func, ast.Name):
         for name in FUNCTIONS.get(node.func.id, ()):
@@ -342,6 +300,8 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         )
     yield from ((LIKELY, each) for each in _of_repeat(node))
     yield from _of_stored(node, names)
+    if _called(node) in ("rank", "get_rank", "local_rank"):
+        yield from ((POSSIBLE, ast.BinOp(node, near(), ast.Constant(1))) for near in (ast.Add, ast.Sub))
     for place, argument in enumerate(node.args):
         if isinstance(argument, ast.Starred):
             continue
@@ -350,6 +310,9 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         )
         if place < 2 and is_value:
             yield LIKELY, argument
+        if _is_integer(argument, names):  # the other direction of a shift
+            opposite = ast.UnaryOp(ast.USub(), argument)
+            yield LIKELY, ast.Call(node.func, [*node.args[:place], opposite, *node.args[place + 1 :]], node.keywords)
         yield from ((POSSIBLE, each) for each in _swapped(node, place))
     for place in range(len(node.keywords)):
         yield LIKELY, ast.Call(node.func, node.args, [*node.keywords[:place], *node.keywords[place + 1 :]])
@@ -363,6 +326,17 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         # jax.nn.gelu is the approximation unless it is told otherwise
         approximate = ast.keyword("approximate", ast.Constant("tanh"))
         yield LIKELY, ast.Call(node.func, node.args, [*node.keywords, approximate])
+
+
+def _is_integer(node: ast.expr, names: Names) -> bool:
+    """Whether it is a number other than 0, a name of an integer, or a field with one: `n`, `self.n`."""
+    match node:
+        case ast.Constant(value):
+            return isinstance(value, int) and not isinstance(value, bool) and value != 0
+        case ast.Name() | ast.Attribute(ast.Name()):
+            return names.kinds.get(ast.unparse(node)) == "int"
+        case _:
+            return False
 
 
 def _root(node: ast.expr) -> ast.expr | None:
@@ -406,16 +380,34 @@ def _swapped(node: ast.Call, place: int) -> Iterator[ast.expr]:
 def _of_subscript(node: ast.Subscript) -> Alternatives:
     yield LIKELY, node.value
     if isinstance(node.slice, ast.Slice):
-        lower, upper, step = node.slice.lower, node.slice.upper, node.slice.step
-        if lower and upper:
-            yield LIKELY, ast.Subscript(node.value, ast.Slice(lower, None, step), node.ctx)
-            yield LIKELY, ast.Subscript(node.value, ast.Slice(None, upper, step), node.ctx)
-        elif lower or upper:
-            yield LIKELY, ast.Subscript(node.value, ast.Slice(upper, lower, step), node.ctx)
-        if upper is None:
-            yield POSSIBLE, ast.Subscript(node.value, ast.Slice(lower, ast.Constant(-1), step), node.ctx)
-        if lower is None:
-            yield POSSIBLE, ast.Subscript(node.value, ast.Slice(ast.Constant(1), upper, step), node.ctx)
+        for rank, other in _of_slice(node.slice):
+            yield rank, ast.Subscript(node.value, other, node.ctx)
+    elif isinstance(node.slice, ast.Tuple):
+        parts = node.slice.elts
+        for place, part in enumerate(parts):
+            for rank, other in _of_slice(part) if isinstance(part, ast.Slice) else ():
+                others = ast.Tuple([*parts[:place], other, *parts[place + 1 :]], ast.Load())
+                yield rank, ast.Subscript(node.value, others, node.ctx)
+
+
+def _of_slice(node: ast.Slice) -> Iterator[tuple[int, ast.Slice]]:
+    lower, upper, step = node.lower, node.upper, node.step
+    if lower and upper:
+        yield LIKELY, ast.Slice(lower, None, step)
+        yield LIKELY, ast.Slice(None, upper, step)
+    elif lower or upper:
+        yield LIKELY, ast.Slice(upper, lower, step)
+    match lower, upper:  # the last rows for the first ones, and back: a halo from the other end
+        case None, ast.Constant() | ast.Name() | ast.Attribute():
+            yield LIKELY, ast.Slice(ast.UnaryOp(ast.USub(), upper), None, step)
+        case ast.UnaryOp(ast.USub(), rows), None:
+            yield LIKELY, ast.Slice(None, rows, step)
+        case _:
+            pass
+    if upper is None and lower is not None:
+        yield POSSIBLE, ast.Slice(lower, ast.Constant(-1), step)
+    if lower is None and upper is not None:
+        yield POSSIBLE, ast.Slice(ast.Constant(1), upper, step)
 
 
 def parsed(text: str) -> ast.expr:

@@ -19,8 +19,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from shardproof.engines.ledger import base
-from shardproof.experiments.alternatives import Names, alternatives
+from shardproof.experiments.alternatives import alternatives
 from shardproof.experiments.existing import existing
+from shardproof.experiments.names import Names
 from shardproof.experiments.running_lines import Functions, Running
 from shardproof.experiments.statement_alternatives import of_statement
 

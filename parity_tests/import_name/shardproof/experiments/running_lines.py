@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import BackwardCFunction
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
@@ -95,7 +96,8 @@ def _kinds(names: Mapping[str, Any]) -> dict[str, str]:
     """The kinds of the values of names and of the fields of the user's own objects: `rank`, `self.rank`."""
     kinds = {name: kind for name, value in names.items() if (kind := _kind(value))}
     for name, value in names.items():
-        if type(value).__module__.partition(".")[0] not in LIBRARIES and not isinstance(value, dist.ProcessGroup):
+        is_of_library = type(value).__module__.partition(".")[0] in LIBRARIES
+        if isinstance(value, BackwardCFunction) or not (is_of_library or isinstance(value, dist.ProcessGroup)):
             own = [*getattr(value, "__dict__", {}), *getattr(value, "_fields", ())]
             kinds |= {f"{name}.{each}": kind for each in own if (kind := _kind(getattr(value, each, None)))}
     return kinds

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from copy import deepcopy
 
-from shardproof.experiments.alternatives import LIKELY, OPERATORS, POSSIBLE, Names, parsed
+from shardproof.experiments.alternatives import LIKELY, OPERATORS, POSSIBLE, parsed
+from shardproof.experiments.names import Names
 
 
 def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]:
