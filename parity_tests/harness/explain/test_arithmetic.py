@@ -94,6 +94,11 @@ def test_gradients_of_a_softmax_of_two_show_no_factor_at_each_index():
     assert not any("at each index" in note for note in explain(evidence(got, want, dims=("e", "d"))))
 
 
+def test_gradients_of_a_softmax_of_two_show_no_factor():
+    want, got = np.array([3.0, -3.0 * (1 + 1e-9)]), np.array([-0.7, 0.7])
+    assert headline(got, want) == "no pattern; worst at (0)"
+
+
 def test_fine_elements_weigh_more_than_coarse_ones():
     want = np.array([1e6, 1.0, 2.0, 3.0])
     coarse = np.array([0.6, 0.0, 0.0, 0.0])  # within the budget of a million

@@ -54,6 +54,9 @@ Alternatives = Iterator[tuple[int, ast.expr]]
 
 def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
     """The expressions that may be right in place of `node`, each with its rank."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):  # a place that is written to
+        yield from _of_subscript(node)
+        return
     match node:
         case ast.Constant():
             yield from _of_constant(node, parent, names)

@@ -99,7 +99,9 @@ def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple
 
 
 def _smallest_of_lines(edits: Sequence[LineEdit]) -> list[LineEdit]:
-    by_size = sorted(edits, key=lambda edit: edit.size)
+    """The smallest edit of each line; a condition that would skip a line says less than an edit of that line."""
+    telling = [edit for edit in edits if not any(map(edit.is_condition_of, edits))]
+    by_size = sorted(telling, key=lambda edit: edit.size)
     return list({(edit.unit.file, edit.line): edit for edit in reversed(by_size)}.values())[::-1]
 
 

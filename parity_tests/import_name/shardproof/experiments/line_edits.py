@@ -95,6 +95,14 @@ class LineEdit:
         same = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
         return len(old) + len(new) - 2 * sum(block.size for block in same)
 
+    def is_condition_of(self, other: LineEdit) -> bool:
+        """Whether it is in the test of an `if`, and the other edit in a line that runs if the test is true."""
+        match self.around[-1]:
+            case ast.If(body=[first, *_] as body) if other.unit is self.unit:
+                return first.lineno <= other.line <= (body[-1].end_lineno or 0)
+            case _:
+                return False
+
     @property
     def words(self) -> str:
         """The edit in words: `file:line has `new`, not `old``, with the largest expression around it that is short."""
@@ -249,13 +257,17 @@ def _is_left(node: ast.stmt) -> bool:
 def _expressions(
     node: ast.AST, around: tuple[ast.AST, ...]
 ) -> Iterator[tuple[ast.expr, str, int | None, tuple[ast.AST, ...]]]:
-    """The expressions of a statement that give values, each with its place in the nearest node around it."""
+    """The expressions of a statement that give values, and the places that it writes to.
+
+    Each comes with its place in the nearest node around it.
+    """
     for name, value in ast.iter_fields(node):
         if name == "annotation":
             continue
         for place, child in enumerate(value) if isinstance(value, list) else ((None, value),):
             if isinstance(child, ast.expr) and not isinstance(child, ast.JoinedStr):
-                if name not in ("func", "targets", "target", "optional_vars"):
+                is_written = name in ("targets", "target") and isinstance(child, ast.Subscript)
+                if is_written or name not in ("func", "targets", "target", "optional_vars"):
                     yield child, name, place, around
                 yield from _expressions(child, (child, *around))
             elif isinstance(child, ast.keyword | ast.comprehension | ast.withitem):

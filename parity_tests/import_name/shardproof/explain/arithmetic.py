@@ -293,9 +293,9 @@ def _index_along(evidence: Evidence, number: int) -> np.ndarray:
 
 def fitted_factor(evidence: Evidence) -> float | None:
     """f with got = f * want on every element; None without two different values to support it."""
-    informative = _informative(evidence)
-    if len(np.unique(np.abs(evidence.want[informative]))) < 2:
+    if not _has_two_values(evidence):
         return None
+    informative = _informative(evidence)
     weight = _weights(evidence, informative)
     want, got = evidence.want[informative] * weight, evidence.got[informative] * weight
     largest = np.abs(want).max()
