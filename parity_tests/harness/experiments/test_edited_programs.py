@@ -86,6 +86,38 @@ def test_a_statistic_of_each_ranks_own_part(function, reference, outputs, word, 
     assert notes["out"][0].startswith(RIGHT_ONCE + words.format(line_of(function, word)))
 
 
+def clipped_by_a_sum_of_norms(mesh, x):
+    norm = x.norm()
+    dist.all_reduce(norm, group=mesh["tp"])
+    return x * (1.0 / norm).clamp(max=1.0)
+
+
+def shifted_by_a_sum_of_logs(mesh, x):
+    total = x.logsumexp(0)
+    dist.all_reduce(total, group=mesh["tp"])
+    return (x - total).exp()
+
+
+@pytest.mark.parametrize(
+    ("function", "reference", "words"),
+    [
+        (
+            clipped_by_a_sum_of_norms,
+            lambda x: x * jnp.minimum(1.0, 1.0 / jnp.sqrt((x * x).sum())),
+            "the root of the sum of squares",
+        ),
+        (
+            shifted_by_a_sum_of_logs,
+            lambda x: jax.nn.softmax(x, 0),
+            "the log of the sum of exponentials",
+        ),
+    ],
+)
+def test_statistics_that_are_added_up(function, reference, words):
+    notes = notes_of(function, reference, {"x": "n/tp"}, "n/tp", {"tp": 2, "n": 8}, nograd=("x",))
+    assert notes["out"][0] == f"{RIGHT_ONCE}all_reduce at {line_of(function, 'all_reduce')} takes {words}, not SUM"
+
+
 def log_of_local_sums(mesh, x):
     return all_reduce(x.logsumexp(-1), mesh["tp"]) / mesh.size("tp")
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from shardproof.declare.case import SPARE, CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.engines.ledger import LedgerRow
-from shardproof.engines.lockstep.repair import ALL_RANKS, OMIT, REDUCE, Repair, under
+from shardproof.engines.lockstep.repair import ALL_RANKS, OF_STATISTICS, OMIT, REDUCE, Repair, under
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
 from shardproof.experiments.combined_operations import (
@@ -180,7 +180,7 @@ def _of_collectives(report: Report) -> Iterator[Edit]:
             yield Edit(f"{repair.site} adds up the ranks' tensors, of which the function reads one", under(repair))
             continue
         repair = Repair("all_reduce", row.source, "fwd", REDUCE)
-        for op in ("SUM", "AVG", "MAX"):
+        for op in ("SUM", "AVG", "MAX", *OF_STATISTICS):
             if op != row.reduce_op:
                 words = f"{repair.site} takes {op}, not {row.reduce_op}"
                 yield Edit(words, under(replace(repair, reduce_op=op)))

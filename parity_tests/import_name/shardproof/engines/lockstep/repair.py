@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ REDUCE = (
 NO_POISON = "no poison"  # leave the output of an asynchronous collective readable before its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
 SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
+# Ways to combine the ranks' statistics that no backend has: of norms, and of logsumexps.
+OF_STATISTICS = {"the root of the sum of squares": torch.hypot, "the log of the sum of exponentials": torch.logaddexp}
 ALL_RANKS = "all ranks"  # in place of an axis
 
 
@@ -72,7 +75,7 @@ class Repair:
                 addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
                 call.results = [combined(other, each) for each in addends]
         elif self.concerns(row, REDUCE) and self.reduce_op is not None:
-            totals = [combined(self.reduce_op, each) for each in zip(*(call.pieces for call in calls), strict=True)]
+            totals = [_reduced(self.reduce_op, each) for each in zip(*(call.pieces for call in calls), strict=True)]
             entries = len(calls) if row.op == "all_gather" else 1
             for call in calls:
                 call.results = [total for total in totals for _ in range(entries)]
@@ -118,6 +121,13 @@ def under(repair: Repair) -> Callable[[Program], RepairedProgram]:
         return RepairedProgram(**{each.name: getattr(program, each.name) for each in fields(program)}, repair=repair)
 
     return repaired
+
+
+def _reduced(name: str, addends: Sequence[Tensor]) -> Tensor:
+    """The ranks' tensors combined by a reduce op, or as statistics are; integers, which count, by their sum."""
+    if name not in OF_STATISTICS:
+        return combined(name, addends)
+    return reduce(OF_STATISTICS[name], addends) if addends[0].is_floating_point() else combined("SUM", addends)
 
 
 def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
