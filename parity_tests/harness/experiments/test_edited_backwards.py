@@ -1,9 +1,10 @@
-"""Hand-written backwards that see one rank's part of a sum, and the operation that is named."""
+"""Mistakes in hand-written backwards, and the operation or the edit of a line that is named."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.distributed as dist
 
 from parity_tests.specimens.small_scheme import summed
 from parity_tests.specimens.wrong_gradients import line_of
@@ -12,12 +13,14 @@ from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.notes import check_notes
 from shardproof.verify_one_case import verify_case
 
+INPUTS, MESH = {"x": "b v/tp"}, {"tp": (1, 2, 4)}
 
-def notes_of(function, reference, label="d/d x", **sizes):
+
+def notes_of(function, reference, label="d/d x", inputs=INPUTS, outputs="b v/tp", mesh=MESH, **sizes):
+    draw = {name: values("normal") for name in inputs}
     declaration = scheme(
-        reference=reference, mesh={"tp": (1, 2, 4)}, inputs={"x": "b v/tp"}, outputs="b v/tp",
-        draw={"x": values("normal")}, dtypes=("float32",),
-    )(function)  # fmt: skip
+        reference=reference, mesh=mesh, inputs=inputs, outputs=outputs, draw=draw, dtypes=("float32",)
+    )(function)
     report = check_notes(declaration, verify_case(declaration, declaration.case(**sizes)))
     assert [tensor.label for tensor in report.tensors if not tensor.ok] == [label], str(report)
     return [str(note) for note in report.notes[label]]
@@ -125,3 +128,91 @@ class SlopePlusSum(torch.autograd.Function):
 def test_no_sum_is_to_blame_where_one_rank_is_enough():
     notes = notes_of(lambda mesh, x: SlopePlusSum.apply(x), lambda x: jnp.tanh(x), tp=2, b=3, v=8)
     assert not any(RIGHT_ONCE in note for note in notes)
+
+
+def rows_of_the_rank(x, group, by):
+    parts = [torch.empty(x.shape) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return parts[(dist.get_rank(group) - by) % len(parts)]
+
+
+class RowsOfAnotherRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, by):
+        ctx.group, ctx.by = group, by
+        return rows_of_the_rank(x, group, by)
+
+    @staticmethod
+    def backward(ctx, g):
+        return rows_of_the_rank(g, ctx.group, ctx.by), None, None  # the mistake: the same direction
+
+
+def of_the_rank_before(mesh, x):
+    return torch.tanh(x + 2 * torch.cat([RowsOfAnotherRank.apply(x[-1:], mesh["tp"], 1), x[:-1]]))
+
+
+def test_a_gradient_that_travels_in_the_direction_of_the_forward():
+    note = notes_of(
+        of_the_rank_before, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), mesh={"tp": (1, 2, 3, 4)}, tp=3, b=3, v=3,
+        inputs={"x": "b/tp v"}, outputs="b/tp v",
+    )[0]  # fmt: skip
+    line = line_of(RowsOfAnotherRank.backward, "rows_of_the_rank")
+    right = "rows_of_the_rank(g, ctx.group, -ctx.by)"
+    assert note.startswith(f"{RIGHT_ONCE}{line} has `({right}, None, None)`, not `")
+
+
+class GradientsOfAHalo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        halo = rows_of_the_rank(x[-1:], group, 1)
+        return torch.cat([halo, x])
+
+    @staticmethod
+    def backward(ctx, g):
+        own = g[1:].clone()
+        own[:1] += rows_of_the_rank(g[:1], ctx.group, -1)  # the mistake: of the last row
+        return own, None
+
+
+def of_the_row_before(mesh, x):
+    padded = GradientsOfAHalo.apply(x, mesh["tp"])
+    return torch.tanh(padded[1:] + 2 * padded[:-1])
+
+
+def test_rows_to_which_a_gradient_is_added():
+    note = notes_of(
+        of_the_row_before, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), tp=2, b=6, v=3, inputs={"x": "b/tp v"},
+        outputs="b/tp v",
+    )[0]  # fmt: skip
+    line = line_of(GradientsOfAHalo.backward, "own[:1] +=")
+    assert note.startswith(f"{RIGHT_ONCE}{line} has `own[-1:]`, not `own[:1]`")
+
+
+class SumOfRanksAndOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        total = g.clone()
+        dist.all_reduce(total, group=ctx.group)
+        if dist.get_rank(ctx.group) == 0:
+            total = total + g  # the mistake
+        return total, None
+
+
+def of_own_columns(mesh, x, w):
+    if mesh.size("tp") == 1:
+        return torch.tanh(x @ w)
+    return torch.tanh(SumOfRanksAndOwn.apply(x, mesh["tp"]) @ w)
+
+
+def test_a_line_says_more_than_the_condition_above_it():
+    note = notes_of(
+        of_own_columns, lambda x, w: jnp.tanh(x @ w), tp=2, b=3, d=2, v=4, inputs={"x": "b d tp=I", "w": "d v/tp"},
+    )[0]  # fmt: skip
+    line = line_of(SumOfRanksAndOwn.backward, "total + g")
+    assert note == f"{RIGHT_ONCE}{line} has `total`, not `total + g`"

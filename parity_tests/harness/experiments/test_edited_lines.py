@@ -370,100 +370,11 @@ def test_an_order_that_is_applied_twice_in_place_of_undone():
     assert note == f"{RIGHT_ONCE}{line} has `rows[order.argsort()]`, not `rows[order]`"
 
 
-def rows_of_the_rank(x, group, by):
-    parts = [torch.empty(x.shape) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return parts[(dist.get_rank(group) - by) % len(parts)]
-
-
-class RowsOfAnotherRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, by):
-        ctx.group, ctx.by = group, by
-        return rows_of_the_rank(x, group, by)
-
-    @staticmethod
-    def backward(ctx, g):
-        return rows_of_the_rank(g, ctx.group, ctx.by), None, None  # the mistake: the same direction
-
-
-def of_the_rank_before(mesh, x):
-    return torch.tanh(x + 2 * torch.cat([RowsOfAnotherRank.apply(x[-1:], mesh["tp"], 1), x[:-1]]))
-
-
-def test_a_gradient_that_travels_in_the_direction_of_the_forward():
-    note = first_note(
-        of_the_rank_before, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), {"x": "s/tp d"}, "s/tp d",
-        {"tp": 3, "s": 3, "d": 3}, label="d/d x", mesh={"tp": (1, 2, 3, 4)},
-    )  # fmt: skip
-    line = line_of(RowsOfAnotherRank.backward, "rows_of_the_rank")
-    right = "rows_of_the_rank(g, ctx.group, -ctx.by)"
-    assert note.startswith(f"{RIGHT_ONCE}{line} has `({right}, None, None)`, not `")
-
-
 def test_a_mask_that_is_never_read_bounds_what_is_subtracted():
     kinds = {"outside": "tensor of flags, 1"}
     (statement,) = ast.parse("x[rows, ids] -= 1.0").body
     tried = alternatives(statement.value, statement, Names(kinds, {}, {}, ("tp",), unread=frozenset({"outside"})))
     assert "1.0 * ~outside" in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
-
-
-class GradientsOfAHalo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        halo = rows_of_the_rank(x[-1:], group, 1)
-        return torch.cat([halo, x])
-
-    @staticmethod
-    def backward(ctx, g):
-        own = g[1:].clone()
-        own[:1] += rows_of_the_rank(g[:1], ctx.group, -1)  # the mistake: of the last row
-        return own, None
-
-
-def of_the_row_before(mesh, x):
-    padded = GradientsOfAHalo.apply(x, mesh["tp"])
-    return torch.tanh(padded[1:] + 2 * padded[:-1])
-
-
-def test_rows_to_which_a_gradient_is_added():
-    note = first_note(
-        of_the_row_before, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), {"x": "s/tp d"}, "s/tp d",
-        {"tp": 2, "s": 6, "d": 3}, label="d/d x",
-    )  # fmt: skip
-    line = line_of(GradientsOfAHalo.backward, "own[:1] +=")
-    assert note.startswith(f"{RIGHT_ONCE}{line} has `own[-1:]`, not `own[:1]`")
-
-
-class SumOfRanksAndOwn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        total = g.clone()
-        dist.all_reduce(total, group=ctx.group)
-        if dist.get_rank(ctx.group) == 0:
-            total = total + g  # the mistake
-        return total, None
-
-
-def of_own_columns(mesh, x, w):
-    if mesh.size("tp") == 1:
-        return torch.tanh(x @ w)
-    return torch.tanh(SumOfRanksAndOwn.apply(x, mesh["tp"]) @ w)
-
-
-def test_a_line_says_more_than_the_condition_above_it():
-    note = first_note(
-        of_own_columns, lambda x, w: jnp.tanh(x @ w), {"x": "b d tp=I", "w": "d f/tp"}, "b f/tp",
-        {"tp": 2, "b": 3, "d": 2, "f": 4}, label="d/d x",
-    )  # fmt: skip
-    line = line_of(SumOfRanksAndOwn.backward, "total + g")
-    assert note == f"{RIGHT_ONCE}{line} has `total`, not `total + g`"
 
 
 def with_padded_columns(mesh, h, w):

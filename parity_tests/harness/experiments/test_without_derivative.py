@@ -69,6 +69,49 @@ def test_the_first_note_names_the_collective(function, reference, outputs, op, b
     assert report.notes["d/d x"][0].startswith(f"forward equal, gradient not: {site} is not differentiable; {backward}")
 
 
+def gathered_without_gradients(mesh, x):
+    own = x.sum(0)
+    parts = [torch.empty_like(own) for _ in range(mesh.size("tp"))]
+    with torch.no_grad():
+        dist.all_gather(parts, own, group=mesh["tp"])
+    parts[mesh.rank("tp")] = own
+    return (x * torch.stack(parts).sum(0)).sum(0)
+
+
+def test_a_detached_gather_loses_the_other_ranks_gradients():
+    declaration = declared(gathered_without_gradients, of_the_sum, "d tp=P")
+    report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))
+    site = f"all_gather at {line_of(gathered_without_gradients, 'dist.all_gather')}"
+    assert report.notes["d/d x"][0] == f"forward equal, gradient not: {site} is not differentiable; {NOTHING}"
+
+
+class TanhOfHalfTheSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * (1 - x.tanh() ** 2 / 2)
+
+
+def shifted_by_a_gathered_maximum(mesh, x):
+    largest = x.detach().amax(0)
+    parts = [torch.empty_like(largest) for _ in range(mesh.size("tp"))]
+    dist.all_gather(parts, largest, group=mesh["tp"])
+    shift = torch.stack(parts).amax(0)
+    return TanhOfHalfTheSlope.apply(x) * ((x - shift).exp() * shift.exp() / x.exp())
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_a_gathered_shift_is_not_to_blame():
+    declaration = declared(shifted_by_a_gathered_maximum, lambda x: jnp.tanh(x), "b/tp d")
+    report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))
+    assert not any("not differentiable" in note for note in report.notes["d/d x"])
+
+
 def summed_once(mesh, x):
     total = (x**2).sum(0)
     dist.all_reduce(total, group=mesh["tp"])

@@ -22,6 +22,7 @@ from shardproof.declare.declared import Declared
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.detached_transfers import name_detached_transfers
 from shardproof.experiments.edited_inputs import name_edited_inputs
 from shardproof.experiments.edited_lines import name_edited_line
 from shardproof.experiments.edited_programs import name_edits, name_edits_of_two
@@ -62,7 +63,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
     the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
-    each input.
+    each input and for each collective.
     """
     if report.failure is not None or not report.notes:
         return report
@@ -85,11 +86,11 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     # 4. One collective more or less that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
     # 5. If that names nothing: an edit of one line, of two operations at once, of an input of the reference. Then the
-    # inputs that no output depends on.
+    # inputs that no output depends on, and the collectives that lose a gradient.
     notes = name_edited_line(scheme, report, failing, notes)
     notes = name_edits_of_two(scheme, report, failing, notes)
     notes = name_edited_inputs(scheme, report, failing, notes)
-    notes = name_unused_inputs(scheme, report, failing, notes)
+    notes = name_detached_transfers(scheme, report, name_unused_inputs(scheme, report, failing, notes))
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = _of_single_numbers(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))

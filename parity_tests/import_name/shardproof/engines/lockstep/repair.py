@@ -95,7 +95,7 @@ class Repair:
         """Replace the gradient of this call's result by its total over the group."""
         if not self.concerns(row, SUM_GRADIENT):
             return
-        node = _autograd_function()
+        node = autograd_function()
         if node is not None:
             node.register_prehook(lambda gradients: tuple(g if g is None else total(g) for g in gradients))
         for tensor in tensors if node is None and torch.is_grad_enabled() else ():
@@ -137,7 +137,7 @@ def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
     return [call.pieces[block + place] for block in range(0, len(call.pieces), size)]
 
 
-def _autograd_function() -> Any:
+def autograd_function() -> Any:
     """The node of the innermost torch.autograd.Function whose forward is running."""
     frame = sys._getframe(1)
     while frame is not None:
