@@ -323,6 +323,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("a", "a * (~forgotten)[..., None]"),
         ("[x[0], x[-1]]", "[x[-1], x[0]]"),
         ("(n, a, x)", "(n, x, a)"),
+        ("a.sin()", "-a.sin()"),
         ("view.rank('tp')", "view.rank('tp') + 1"),
         ("dist.get_rank(mesh)", "dist.get_rank(mesh) - 1"),
     ],

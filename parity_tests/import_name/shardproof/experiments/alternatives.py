@@ -303,6 +303,11 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         )
     yield from ((LIKELY, each) for each in _of_repeat(node))
     yield from _of_stored(node, names)
+    match node:
+        case ast.Call(ast.Attribute(ast.Name(name))) if names.kinds.get(name, "").startswith("tensor of floats"):
+            yield POSSIBLE, ast.UnaryOp(ast.USub(), node)  # the opposite sign, as of the sine in a rotation back
+        case _:
+            pass
     if _called(node) in ("rank", "get_rank", "local_rank"):
         yield from ((POSSIBLE, ast.BinOp(node, near(), ast.Constant(1))) for near in (ast.Add, ast.Sub))
     for place, argument in enumerate(node.args):
