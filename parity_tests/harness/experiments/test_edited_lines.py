@@ -344,6 +344,13 @@ def test_what_may_be_right_in_place_of_an_expression(written, right):
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
 
 
+def test_a_negative_size_is_no_edit():
+    names = Names({"x": "tensor of floats, 2", "n": "int"}, {}, {}, ("tp",))
+    for written in ("x.view(n, 2)", "range(n)", "torch.zeros(n)"):
+        tried = alternatives(ast.parse(written, mode="eval").body, ast.Module([], []), names)
+        assert not any("(-n" in ast.unparse(ast.fix_missing_locations(new)) for _, new in tried)
+
+
 def test_a_copy_that_is_left_out_is_no_edit():
     """It would share its storage, and the mistake might be written over."""
     names = Names({"x": "tensor of floats, 2"}, {}, {}, ("tp",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 from typing import Any
 
@@ -318,9 +319,9 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         )
         if place < 2 and is_value:
             yield LIKELY, argument
-        if _is_integer(argument, names):  # the other direction of a shift
+        if _may_shift(node) and _is_integer(argument, names):  # the other direction
             opposite = ast.UnaryOp(ast.USub(), argument)
-            yield LIKELY, ast.Call(node.func, [*node.args[:place], opposite, *node.args[place + 1 :]], node.keywords)
+            yield POSSIBLE, ast.Call(node.func, [*node.args[:place], opposite, *node.args[place + 1 :]], node.keywords)
         yield from ((POSSIBLE, each) for each in _swapped(node, place))
     for place in range(len(node.keywords)):
         yield LIKELY, ast.Call(node.func, node.args, [*node.keywords[:place], *node.keywords[place + 1 :]])
@@ -334,6 +335,20 @@ def _of_call(node: ast.Call, names: Names) -> Alternatives:
         # jax.nn.gelu is the approximation unless it is told otherwise
         approximate = ast.keyword("approximate", ast.Constant("tanh"))
         yield LIKELY, ast.Call(node.func, node.args, [*node.keywords, approximate])
+
+
+def _may_shift(node: ast.Call) -> bool:
+    """Whether a call may take the direction of a shift: of a user's function, or of one with such a name.
+
+    A negative size, as in `x.view(-n)`, would lead around a mistake.
+    """
+    match node.func:
+        case ast.Name(name):
+            return name not in dir(builtins)
+        case ast.Attribute(attr=name):
+            return any(word in name for word in ("shift", "roll", "ring", "apply"))
+        case _:
+            return False
 
 
 def _is_integer(node: ast.expr, names: Names) -> bool:
