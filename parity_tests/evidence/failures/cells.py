@@ -25,7 +25,7 @@ from parity_tests.evidence.failures.commands import BEGUN, COMMANDS
 from shardproof.declare.case import CaseSpec
 from shardproof.endings import exits
 from shardproof.endings.exit_status import EQUAL, RANK_FAILED
-from shardproof.endings.exits import signal_name
+from shardproof.endings.signals import signal_name
 from shardproof.engines.failure import NotRun, RankFailure
 from shardproof.engines.processes import orphans
 from shardproof.engines.supervised import supervised

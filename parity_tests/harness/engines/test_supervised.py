@@ -11,7 +11,7 @@ import time
 import pytest
 
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
-from shardproof.endings.exits import signal_name
+from shardproof.endings.signals import signal_name
 
 LIMIT_S = 60.0
 HEAD = """

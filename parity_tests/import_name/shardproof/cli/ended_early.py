@@ -10,7 +10,7 @@ from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
-from shardproof.endings import exits, journal
+from shardproof.endings import journal, signals
 from shardproof.endings.exit_status import RANK_FAILED
 from shardproof.endings.raised import pass_interrupt
 from shardproof.engines import supervised
@@ -65,7 +65,7 @@ def end_early(
     if not rest:
         return
     first, *others = rest
-    how = "interrupted" if exits.asked in (None, signal.SIGINT) else f"ended by {exits.signal_name(exits.asked)}"
+    how = "interrupted" if signals.asked in (None, signal.SIGINT) else f"ended by {signals.signal_name(signals.asked)}"
     earlier = None if journal.current is None else journal.current.report(first.key)
     report = found.get(first.key, earlier)
     if report is not None:

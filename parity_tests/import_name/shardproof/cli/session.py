@@ -32,7 +32,7 @@ from shardproof.declare.counted import counted
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.draw import profiles, size_choices
-from shardproof.endings import exits, journal
+from shardproof.endings import journal, signals
 from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from shardproof.endings.raised import pass_interrupt
 from shardproof.engines import supervised
@@ -117,7 +117,7 @@ def verify(
 def _publish_what_is_judged(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
     """After an interrupt: print the reports and write all files, with the status of a command that has not ended."""
     with uninterrupted():
-        outcome.ended_by = exits.asked or signal.SIGINT
+        outcome.ended_by = signals.asked or signal.SIGINT
         outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
         try:
             if outcome.keys:

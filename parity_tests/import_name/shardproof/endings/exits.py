@@ -9,35 +9,18 @@ status is 3 and the line is printed. A forked process ends as it asked.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 RANK_THREAD = "lockstep-rank-"  # the names of lockstep's threads begin with it
 ENDING = ("_exit", "execv", "execve")
-STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
 leave = os._exit  # the process's own, before anything is installed
 _process = 0  # the last one in which the calls were installed
-interrupt_is_told = False  # whether the sentence on an interrupt has been printed
-ASKING = (signal.SIGTERM, signal.SIGHUP)  # ask a command to end; Python raises at SIGINT by itself
-asked: int | None = None  # the one of them that has come
-TWICE_S = 2.0  # within it, a second interrupt is the first one, which was sent to a group and passed on by a parent
-_interrupted_s = -math.inf  # when the last one came
-
-
-def signal_name(number: int) -> str:
-    """`SIGSEGV`, or `SIGRTMIN+6`: most real-time signals have no name of their own."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
 def install(note: Callable[[str], object], *, raises: bool = True) -> None:
@@ -51,41 +34,6 @@ def install(note: Callable[[str], object], *, raises: bool = True) -> None:
 def are_installed() -> bool:
     """Whether `os._exit` is one of these calls already."""
     return os._exit is not leave and hasattr(os._exit, "__wrapped__")
-
-
-def raise_when_asked() -> None:
-    """From now on, a signal that asks to end raises KeyboardInterrupt here, so that the verdicts so far are printed."""
-    for number in ASKING:
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
-            signal.signal(number, _raise)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-
-
-def end_when_asked() -> None:
-    """Again, such a signal ends the process at once, as a process that a user's code has forked."""
-    for number in raising():
-        signal.signal(number, signal.SIG_DFL)
-
-
-def raising() -> list[int]:
-    """The signals that raise here by `raise_when_asked`."""
-    return [number for number in ASKING if signal.getsignal(number) is _raise]
-
-
-def _raise(number: int, _: object) -> NoReturn:
-    global asked
-    asked = number
-    for other in ASKING:  # a second one comes where the first was sent to a whole group
-        signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _interrupt(*_: object) -> None:
-    global _interrupted_s
-    before, _interrupted_s = _interrupted_s, time.monotonic()
-    if _interrupted_s - before > TWICE_S:
-        raise KeyboardInterrupt
 
 
 def is_forked() -> bool:

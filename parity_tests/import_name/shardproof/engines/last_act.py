@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from shardproof.endings import exits
+from shardproof.endings import signals
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, INTERRUPTED_SENTENCE, RANK_FAILED
 from shardproof.endings.last_words import LastWords
 from shardproof.engines.processes import orphans
@@ -26,8 +26,8 @@ def recorded(call: Callable[[], int | None], words: LastWords) -> int:
     flush()
     if os.getpid() == process:  # not a process that a user's code has forked and that came back here
         words.judged(status)
-        if exits.asked is not None:
-            orphans.end_by(exits.asked)
+        if signals.asked is not None:
+            orphans.end_by(signals.asked)
         status = _status_after_exit_functions(status)
         flush()
         words.finish(status)
@@ -42,11 +42,11 @@ def _status_of(call: Callable[[], int | None]) -> int:
             return call() or 0
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            exits.end_when_asked()
+            signals.end_when_asked()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # A second interrupt comes where the first was passed on to a whole group; the parent tells of other signals.
-        if not exits.interrupt_is_told and exits.asked is None:
+        if not signals.interrupt_is_told and signals.asked is None:
             complain(INTERRUPTED_SENTENCE)
         return INTERRUPTED
     except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from shardproof.endings import exits, journal
+from shardproof.endings import exits, journal, signals
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, INTERRUPTED_SENTENCE, RANK_FAILED, UNREAD, USAGE
-from shardproof.endings.exits import STACKS
 from shardproof.endings.journal import Journal
 from shardproof.endings.last_words import LastWords
+from shardproof.endings.signals import STACKS
 from shardproof.engines import last_act, launched, process_limits
 from shardproof.engines.last_act import PASSED_ON, complain, flush
 from shardproof.engines.processes import orphans
@@ -275,7 +275,7 @@ class _Command:
             if death.exit_code != INTERRUPTED:  # else the child has printed the sentence
                 complain(INTERRUPTED_SENTENCE)
             return INTERRUPTED
-        complain(f"ended by {exits.signal_name(number)}; what was not printed was not judged")
+        complain(f"ended by {signals.signal_name(number)}; what was not printed was not judged")
         signal.signal(number, signal.SIG_DFL)
         os.kill(self._parent, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
@@ -287,7 +287,7 @@ class _Command:
         status = INTERNAL
         try:
             is_over = self.asked is not None
-            exits.asked = self.asked
+            signals.asked = self.asked
             orphans.tie(self._parent)
             cause = None if death is None else self._cause(death)
             case = self._words.case
@@ -299,7 +299,7 @@ class _Command:
             faulthandler.register(STACKS, self._stack, all_threads=True)
             table, words, journal.current = self._table, self._words, self._journal
             exits.install(self._words.note)
-            exits.raise_when_asked()
+            signals.raise_when_asked()
             process_limits.install()
             os.register_at_fork(after_in_child=_disown)
             is_of_a_signal = is_over and death is not None and not death.why  # and not of the code that ran
@@ -405,4 +405,4 @@ def _disown() -> None:
     """In a process that a user's code forks from the command: it has no verdict to record."""
     global table, words
     table = words = journal.current = None
-    exits.end_when_asked()
+    signals.end_when_asked()

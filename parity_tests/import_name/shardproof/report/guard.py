@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from shardproof.endings import exit_status, exits
+from shardproof.endings import exit_status, exits, signals
 from shardproof.endings.exit_status import (
     EQUAL,
     INTERNAL,
@@ -63,7 +63,7 @@ def delayed_interrupts() -> Iterator[None]:
 def uninterrupted() -> Iterator[None]:
     """A block in which this process ignores what asks it to end, as a second time while the verdicts are printed."""
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, *exits.raising()) if is_main else ()
+    numbers = (signal.SIGINT, *signals.raising()) if is_main else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
@@ -92,9 +92,9 @@ def guarded(call: Callable[[], Any]) -> int:
             return _reported(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
-        if exits.asked is None:  # else the parent of this process tells of the signal
+        if signals.asked is None:  # else the parent of this process tells of the signal
             complain(INTERRUPTED_SENTENCE)
-        exits.interrupt_is_told = True
+        signals.interrupt_is_told = True
         return INTERRUPTED
     except Exception as error:
         reported = _reported(error)

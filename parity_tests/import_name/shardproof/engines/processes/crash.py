@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import IO
 
-from shardproof.endings.exits import STACKS
+from shardproof.endings.signals import STACKS
 from shardproof.engines.ledger import innermost
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardproof.declare.case import CaseSpec
-from shardproof.endings.exits import signal_name
+from shardproof.endings.signals import signal_name
 from shardproof.engines import failure
 from shardproof.engines.ledger import Ledger, LedgerRow
 from shardproof.engines.protocol import Disagreement, crossed, of_returned

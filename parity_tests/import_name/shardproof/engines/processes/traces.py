@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from shardproof.endings import exits
-from shardproof.endings.exits import STACKS
+from shardproof.endings.signals import STACKS
 from shardproof.engines.processes import crash
 from shardproof.engines.processes.root_cause import DIED, RUNNING, Outcome
 from shardproof.engines.processes.status_table import WAITING, StatusTable

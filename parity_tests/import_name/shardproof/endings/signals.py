@@ -1,0 +1,58 @@
+"""The signals that end a command from outside: they raise in it, so that the verdicts so far are printed."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from typing import NoReturn
+
+STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
+ASKING = (signal.SIGTERM, signal.SIGHUP)  # ask a command to end; Python raises at SIGINT by itself
+TWICE_S = 2.0  # within it, a second interrupt is the first one, which was sent to a group and passed on by a parent
+asked: int | None = None  # the signal of `ASKING` that has come
+interrupt_is_told = False  # whether the sentence on an interrupt has been printed
+_interrupted_s = -math.inf  # when the last interrupt came
+
+
+def signal_name(number: int) -> str:
+    """`SIGSEGV`, or `SIGRTMIN+6`: most real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def raise_when_asked() -> None:
+    """From now on, a signal that asks to end raises KeyboardInterrupt here, so that the verdicts so far are printed."""
+    for number in ASKING:
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
+            signal.signal(number, _raise)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def end_when_asked() -> None:
+    """Again, such a signal ends the process at once, as a process that a user's code has forked."""
+    for number in raising():
+        signal.signal(number, signal.SIG_DFL)
+
+
+def raising() -> list[int]:
+    """The signals that raise here by `raise_when_asked`."""
+    return [number for number in ASKING if signal.getsignal(number) is _raise]
+
+
+def _raise(number: int, _: object) -> NoReturn:
+    global asked
+    asked = number
+    for other in ASKING:  # a second one comes where the first was sent to a whole group
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _interrupt(*_: object) -> None:
+    global _interrupted_s
+    before, _interrupted_s = _interrupted_s, time.monotonic()
+    if _interrupted_s - before > TWICE_S:
+        raise KeyboardInterrupt
