@@ -346,6 +346,8 @@ OUTPUTS = {
     "taken apart": "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())\n",
     "closed below": "os.close(1)\nos.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n",
     "silent": "builtins.print = lambda *words, **how: None\n",
+    "not written": "for stream in (sys.stdout, sys.stderr, sys.__stdout__): stream.write = len\n",
+    "not written below": "sys.__stdout__.buffer.write = len\n",
     "of no text": "json.dumps = lambda *content, **how: '{}'\njson.loads = lambda text: {}\n",
 }
 

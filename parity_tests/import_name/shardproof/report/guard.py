@@ -201,6 +201,8 @@ _replaced: list[Any] = []  # a stream that wraps another closes it when nothing 
 def own_output() -> Iterator[None]:
     """After this block, which runs a user's code, verdicts are printed where they would have been before it."""
     before, copies = (sys.stdout, sys.stderr), dict[int, int]()
+    layers = [layer for stream in (*before, sys.__stdout__, sys.__stderr__) for layer in _layers(stream)]
+    attributes = [(layer, dict(vars(layer))) for layer in layers if hasattr(layer, "__dict__")]
     for number in (1, 2):
         with contextlib.suppress(OSError):  # closed
             copies[number] = os.dup(number)
@@ -214,11 +216,27 @@ def own_output() -> Iterator[None]:
                 with contextlib.suppress(Exception):  # a stream of a user's code may raise anything
                     stream.flush()
         finally:  # also if the reader of standard output has closed it
+            for layer, own in attributes:  # a user's code may set `sys.stdout.write`
+                vars(layer).clear()
+                vars(layer).update(own)
             for number, copy in copies.items():
                 with contextlib.suppress(OSError):  # a user's code has closed it too
                     os.dup2(copy, number)
                     os.close(copy)
             sys.stdout, sys.stderr = (_opened(stream, number) for number, stream in enumerate(before, start=1))
+
+
+def _layers(stream: Any) -> Iterator[Any]:
+    """The stream and those below it: of text, of bytes, of the file descriptor."""
+    while stream is not None:
+        yield stream
+        try:
+            if isinstance(stream, _Reader):
+                stream = stream._stream
+            else:
+                stream = getattr(stream, "raw" if isinstance(stream, io.BufferedWriter) else "buffer", None)
+        except ValueError:  # detached by a user's code
+            return
 
 
 @contextmanager
