@@ -269,7 +269,7 @@ def test_an_attention_without_the_number_of_its_groups():
     plan = {leaf: translate_to_torch_parallel_style("colwise") for leaf in ("q_proj", "k_proj", "v_proj")}
     validate_styles(module, plan, 4, fsdp_size=1)
     del module.num_key_value_groups
-    with pytest.raises(ValueError, match=f"or of which it is a divisor where attention has {GROUPS}"):
+    with pytest.raises(ValueError, match=f"or a multiple of it if attention has {GROUPS}"):
         validate_styles(module, plan, 4, fsdp_size=1)
 
 

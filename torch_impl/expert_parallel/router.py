@@ -3,10 +3,10 @@
 Every rank routes its own tokens and sends nothing. Scores are computed in float32 or wider, because a choice is only as
 exact as the numbers it compares. Ties go to the lower expert id, so that ranks and runs agree.
 
-With `experts`, each router takes these ids instead of its own choice: of the sampler that generated the tokens, or of
-the forward that a backward recomputes (`RoutingReplay`). Gates and their gradients are then of the scores at these ids.
-An id that is no expert's, such as -1 for padding, has a gate of 0 and no gradient. The logits of a row without an
-expert may be anything, also NaN: its probabilities are those of equal logits.
+`experts` replaces a router's own choice, by the ids that the sampler chose when it generated the tokens, or by the ids
+of the forward that a backward recomputes (`RoutingReplay`). The gates are then computed from the scores at these ids.
+An id outside 0..e-1, such as -1 for padding, has a gate of 0 and no gradient. The logits of a row without an expert may
+be anything, even NaN: they are read as zeros.
 """
 
 from __future__ import annotations
@@ -181,12 +181,12 @@ def _is_expert(experts: Tensor, logits: Tensor) -> Tensor:
 
 
 def _at(scores: Tensor, experts: Tensor, otherwise: float) -> Tensor:
-    """The scores at these ids; for an id that is no expert's another number, without a gradient."""
+    """The scores at these ids; where an id is no expert, the number `otherwise`, without a gradient."""
     is_expert = _is_expert(experts, scores)
     return scores.gather(-1, torch.where(is_expert, experts, 0)).masked_fill(~is_expert, otherwise)
 
 
 def _over_their_sum(x: Tensor) -> Tensor:
-    """x over its sum; of zeros alone, as of padding, zeros."""
+    """Divide x by its sum. A row of zeros, such as padding, stays zero."""
     total = x.sum(-1, keepdim=True)
     return x / total.masked_fill(total == 0, 1.0)

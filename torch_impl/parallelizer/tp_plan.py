@@ -189,7 +189,7 @@ def warn_of_norms(model: nn.Module, styles: Styles, tp: int) -> None:
         state = "is replicate" if name in styles else "is not in the plan"
         warnings.warn(
             f"tp_shard_plan: {name!r} {state} while {key!r} shards the heads before it, so its gradient "
-            "is that of this rank's heads; add it as replicated_with_grad_allreduce",
+            "lacks the other ranks' heads; add it as replicated_with_grad_allreduce",
             UserWarning,
             stacklevel=4,
         )
@@ -255,7 +255,7 @@ def _head_problems(model: nn.Module, styles: Styles, tp: int) -> Iterator[str]:
 def _remedy(leaf: str) -> str:
     if leaf not in ("k_proj", "v_proj"):
         return "use a tp that divides it"
-    return f"use a tp that divides it, or of which it is a divisor where attention has {GROUPS}"
+    return f"use a tp that divides it, or a multiple of it if attention has {GROUPS}"
 
 
 def _leaves_heads_sharded(style: Any) -> bool:
@@ -277,8 +277,8 @@ def _parameter_problems(model: nn.Module, placements: Mapping[str, Placement], f
     packed = [name for name, placement in placements.items() if _shards_parts_of_rows(placement)]
     if packed and fsdp_size > 1:
         yield (
-            f"{packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks, from which torch puts its rows "
-            "together in another order; use data_parallel_sharding_strategy='no_shard', or tp alone"
+            f"{packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks; torch would gather its rows "
+            "in another order; use data_parallel_sharding_strategy='no_shard', or tp alone"
         )
 
 

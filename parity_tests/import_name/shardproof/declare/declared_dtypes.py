@@ -33,7 +33,7 @@ def _wide_outputs(
 ) -> tuple[str, ...] | None:
     """The outputs that are float32 or wider: the keyword's, or else those that the module or its packages declare.
 
-    Errors: for a text, or another name than an output's.
+    Errors: for a text, or a name that no output has.
     """
     names, wide = _floating(outputs), of_nearest(module, WIDE, None) if wide is None else wide
     if wide is None or isinstance(wide, bool):
@@ -44,7 +44,7 @@ def _wide_outputs(
 
 
 def _check_wider_inputs(names: Sequence[str], inputs: Sequence[Argument], errors: DeclarationErrors) -> None:
-    """Errors: for a text, or a name that is no floating input's."""
+    """Errors: for a text, or a name that no floating input has."""
     floating = _floating(inputs)
     if not _are_names(names, floating):
         raise errors(f"wider_inputs is {names!r}; name inputs of ({', '.join(floating)}) in a tuple")

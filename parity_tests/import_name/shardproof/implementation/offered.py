@@ -111,7 +111,7 @@ class Offered:
 class OfferedObject:
     """An object of another implementation's class, in place of one of ours.
 
-    What ours has and theirs lacks makes a call not applicable, so that a scheme runs on what both classes share.
+    A call that needs a member that theirs lacks is not applicable; a scheme runs on the members that both have.
     """
 
     def __init__(self, theirs: Any, our_class: type) -> None:
