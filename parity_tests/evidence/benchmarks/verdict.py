@@ -1,4 +1,4 @@
-"""The time to a verdict from the shell: the first one, the table of schemes, a picture, many examples, the tour.
+"""The time to a verdict from the shell: the first one, one at each save, the table of schemes, many examples, the tour.
 
 Each command runs in a process of its own, in an empty folder and without a cache of compiled references; CPU time
 includes every process that it started.
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from parity_tests.evidence.benchmarks import saves
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,12 +36,12 @@ class Run:
     wall: float
 
 
-def figures(rounds: int = ROUNDS, schemes: int = SCHEMES, with_tour: bool = True) -> Iterator[Figure]:
+def figures(rounds: int = ROUNDS, schemes: int = SCHEMES) -> Iterator[Figure]:
     """The commands of a first day, each beside its promise."""
     yield from _commands(rounds)
+    yield from saves.figures()
     yield _many_examples(schemes)
-    if with_tour:
-        yield _tour()
+    yield _tour()
 
 
 def shell(*arguments: str) -> Run:

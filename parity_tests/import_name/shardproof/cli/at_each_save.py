@@ -36,6 +36,7 @@ from shardproof.engines.processes.rank_warnings import not_shown
 from shardproof.engines.supervised import AFRESH, OUTDATED, supervised_in_turn
 from shardproof.places import ROOT, SHARDPROOF
 from shardproof.report.guard import guarded
+from shardproof.report.report import Report
 from shardproof.report.sentence import Sentence
 from shardproof.report.summary import Outcome, VerifyOptions
 
@@ -141,10 +142,11 @@ def _verdict(
 def _judge(targets: list[str], options: VerifyOptions, before: Verdict, told: IO[str]) -> int:
     """In the fork: print the verdict, and tell what the next one needs."""
     imported, outcomes = set(sys.modules), list[Outcome]()
+    fails = id if options.quiet else _tell_failure
 
     def verify() -> int:
         try:
-            return session.verify(targets, options, before.failed, outcomes.append)
+            return session.verify(targets, options, before.failed, fails=fails, judged=outcomes.append)
         except KeyboardInterrupt:
             _ignore_interrupts()
             return INTERRUPTED  # the process that stays says so
@@ -163,6 +165,15 @@ def _judge(targets: list[str], options: VerifyOptions, before: Verdict, told: IO
         }
         json.dump(news, told)
         told.flush()
+
+
+def _tell_failure(report: Report) -> None:
+    """Print the first failing case at once: its cause and a smaller case take longer than the verdict."""
+    wrong = [tensor.label for tensor in report.tensors if not tensor.ok]
+    verdict = f"{report.verdict} in {', '.join(wrong)}" if wrong and report.failure is None else report.verdict
+    scheme = report.scheme.rpartition(":")[2]
+    Console().print(Sentence(f"{scheme}: {verdict} at {report.case_text}; looking for its cause"), soft_wrap=True)
+    sys.stdout.flush()
 
 
 def _ignore_interrupts() -> None:

@@ -65,15 +65,22 @@ from shardproof.verification import verify as verify_scheme
 from shardproof.verification import with_replay_file
 
 LONG_S = 60.0
+Keep = Callable[[str, Report], None]  # takes the key of a scheme and its first failing report
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 
 def verify(
-    targets: list[str], options: VerifyOptions, first: Collection[str] = (), judged: Callable[[Outcome], object] = id
+    targets: list[str],
+    options: VerifyOptions,
+    first: Collection[str] = (),
+    *,
+    fails: Callable[[Report], object] = id,
+    judged: Callable[[Outcome], object] = id,
 ) -> int:
     """Verify every scheme of the targets and print the reports; returns the exit status.
 
-    Schemes whose keys are in `first` come first. `judged` is called with the outcome before anything is printed.
+    Schemes whose keys are in `first` come first. `fails` is called with each scheme's first failing report, before its
+    cause is looked for, and `judged` with the outcome, before the reports are printed.
     """
     _check_options(options)
     # A user's code may change the working folder: what is written stays where the command was started.
@@ -93,7 +100,7 @@ def verify(
             declarations = declared_again(targets, outcome)
             if declarations is not None:
                 declarations.sort(key=lambda each: each.key not in first)
-                run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths), outcome)
+                run(declarations, replace(options, replay_dir=folder, jax_cache=cache, **paths), outcome, fails)
             add_earlier(outcome)
             if declarations is None and supervised.is_over:
                 raise KeyboardInterrupt
@@ -163,10 +170,11 @@ def run(
     declarations: Sequence[Declared | FailedDeclaration | FailedImport],
     options: VerifyOptions,
     outcome: Outcome | None = None,
+    fails: Callable[[Report], object] = id,
 ) -> Outcome:
     """Verify schemes in turn, with a progress bar on standard error: of schemes, or of a single scheme's examples.
 
-    A caller who gives an empty `outcome` has the verdicts so far after an interrupt.
+    A caller who gives an empty `outcome` has the verdicts so far after an interrupt. `fails` is as for `verify`.
     """
     bridge.start(options.jax_cache)
     outcome = Outcome() if outcome is None else outcome
@@ -182,9 +190,16 @@ def run(
     if supervised.words is not None and options.timeout is not None:
         supervised.words.limit_runs(options.timeout)
     found: dict[str, Report] = {}
+
+    def keep(key: str, report: Report) -> None:
+        found[key] = report
+        if journal.current is not None:
+            journal.current.found(key, report)
+        fails(report)
+
     try:
         with profiles.in_force(options.profile), limited(options.timeout), without_repeats():
-            _judge_each(schemes, options, outcome, found, several=several)
+            _judge_each(schemes, options, outcome, keep, several=several)
     except KeyboardInterrupt:
         with uninterrupted():
             end_early(outcome, schemes, found, options)
@@ -193,15 +208,15 @@ def run(
 
 
 def _judge_each(
-    schemes: Sequence[Declared], options: VerifyOptions, outcome: Outcome, found: dict[str, Report], *, several: bool
+    schemes: Sequence[Declared], options: VerifyOptions, outcome: Outcome, keep: Keep, *, several: bool
 ) -> None:
-    """Add the outcome of each scheme; a failing report goes to `found` as soon as there is one."""
+    """Add the outcome of each scheme; `keep` is called with a failing report as soon as there is one."""
     with progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for number, scheme in enumerate(schemes, start=1):
             bar.update(task, description=scheme.name)
-            judged = partial(_one, scheme, options, progress, found, several=several)
+            judged = partial(_one, scheme, options, progress, keep, several=several)
             named = _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
             with named, _told_if_ended(outcome, schemes[number - 1 :], options):
                 outcome.add(remembered(scheme, judged, options))
@@ -282,16 +297,16 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
 
 
 def _one(
-    scheme: Declared, options: VerifyOptions, progress: Progressed | None, found: dict[str, Report], *, several: bool
+    scheme: Declared, options: VerifyOptions, progress: Progressed | None, keep: Keep, *, several: bool
 ) -> Outcome:
-    """The outcome of one scheme. If one of several raises, only its own verdict is lost. Failures go to `found` too."""
+    """The outcome of one scheme. If one of several raises, only its own verdict is lost."""
     outcome = Outcome()
     try:
         reason = _not_applicable(scheme, options) if several else None
         if reason:
             outcome.not_run[scheme.key] = reason
         else:
-            _judge(scheme, options, outcome, progress, found)
+            _judge(scheme, options, outcome, progress, keep)
     except BaseException as error:
         pass_interrupt(error)
         status, sentence = sentence_of(error)
@@ -302,14 +317,7 @@ def _one(
     return outcome
 
 
-def _judge(
-    scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None, found: dict[str, Report]
-) -> None:
-    def keep(report: Report) -> None:
-        found[scheme.key] = report
-        if journal.current is not None:
-            journal.current.found(scheme.key, report)
-
+def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None, keep: Keep) -> None:
     start = time.perf_counter()
     try:
         scheme = substituted(scheme, options)
@@ -323,7 +331,7 @@ def _judge(
             world=_fixed_world(options.engine),
             inside_subgroup=options.inside_subgroup,
             progress=progress,
-            found=keep,
+            found=partial(keep, scheme.key),
             replay_folder=options.replay_dir or ".",
             limit_s=options.limit,
         )
