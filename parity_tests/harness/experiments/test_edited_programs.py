@@ -31,10 +31,25 @@ def local_maximum(mesh, x):
     return all_reduce((x - shift[:, None]).exp().sum(-1), mesh["tp"]).log() + shift
 
 
-def test_a_maximum_of_each_ranks_own_part():
+def local_shift_with_a_gradient(mesh, x):
+    """Each rank's gradient of the shift is a part of 0."""
+    shifted = x - x.amax(-1, keepdim=True)
+    first = torch.where(mesh.global_ids("v") == 0, shifted, 0.0)
+    total, score = all_reduce(torch.stack([shifted.exp().sum(-1), first.sum(-1)]), mesh["tp"])
+    return score - total.log()
+
+
+@pytest.mark.parametrize(
+    ("function", "reference"),
+    [
+        (local_maximum, lambda x: jax.nn.logsumexp(x, -1)),
+        (local_shift_with_a_gradient, lambda x: jax.nn.log_softmax(x)[:, 0]),
+    ],
+)
+def test_a_maximum_of_each_ranks_own_part(function, reference):
     inputs, case = {"x": "b v/tp"}, {"tp": 2, "b": 3, "v": 8}
-    notes = notes_of(local_maximum, lambda x: jax.nn.logsumexp(x, -1), inputs, "b tp=I", case)
-    edit = f"{RIGHT_ONCE}amax at {line_of(local_maximum, 'amax')} is the maximum over all ranks of tp, not of each"
+    notes = notes_of(function, reference, inputs, "b tp=I", case)
+    edit = f"{RIGHT_ONCE}amax at {line_of(function, 'amax')} is the maximum over all ranks of tp, not of each"
     assert notes["out"][0].startswith(edit) and notes["d/d x"][0].startswith(edit)
 
 

@@ -174,7 +174,12 @@ class Combiner(Mode):
 
     def _maximum(self, value: Tensor) -> Tensor:
         total = self._greatest(value)
-        return torch.where(value.detach() == total, value, total)
+        greatest = torch.where(value.detach() == total, value, total)
+        if not self._sums_gradients:
+            return greatest
+        if self._of_equal_ranks:
+            return greatest + (dist.get_world_size(self._group) - 1) * (greatest - greatest.detach())
+        return _SumOfGradients.apply(greatest, self._group)
 
     def _logsumexp(self, value: Tensor) -> Tensor:
         shift = self._greatest(value).nan_to_num(neginf=0.0)
@@ -220,6 +225,19 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
         return _Sum.apply(cotangent, ctx.group, True) if ctx.sums_gradients else cotangent, None, None
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The same number on each rank, which read it for parts of one result. Backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(cotangent, ctx.group, True), None
 
 
 def _places(index: Any) -> tuple[Tensor, ...]:

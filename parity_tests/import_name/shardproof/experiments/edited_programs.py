@@ -261,8 +261,9 @@ def _collective_after(
 ) -> Iterator[Edit]:
     axes = [axis for axis, size in report.case.mesh.items() if size > 1]
     has_backward = within is None and any(arg.differentiable for arg in scheme.inputs)
-    backwards = (True, False) if has_backward else (False,)
-    for axis, sums_gradients in product(axes, (False,) if together[0].how == "maximum" else backwards):
+    # The gradient of a maximum belongs to the rank that has it; of a shift, the ranks have parts that add up to 0.
+    ways = (False, True) if together[0].how == "maximum" else (True, False)
+    for axis, sums_gradients in product(axes, ways if has_backward else (False,)):
         of_ranks, control = (
             (within or in_mode)(partial(_combiner, together, axis, sums_gradients, of_equal_ranks))
             for of_equal_ranks in (False, True)
