@@ -193,6 +193,14 @@ def test_a_factor_that_is_a_root_of_the_ranks_names_the_axis():
     assert "sqrt" not in explain(evidence(1.4 * want, want, axes={"tp": 2}))[0]
 
 
+def test_a_number_of_ranks_may_be_the_root_of_another():
+    want = np.random.default_rng(2).normal(size=(4, 6))
+    (of_two,) = explain(evidence(want / 2**0.5, want, axes={"tp": 2, "dp": 1}))[:1]
+    of_four = explain(evidence(want / 4**0.5, want, axes={"tp": 4, "dp": 2}))
+    assert of_four[0].startswith(f"off by the constant factor 0.5 (= 1/dp): {MEANING}")
+    assert of_two.supported_by(of_four) == of_two and of_four[0].supported_by([of_two]) is None
+
+
 def test_a_root_beside_an_epsilon_is_the_root_all_the_same():
     """An epsilon under the root moves each number by another little, far more than rounding does."""
     rng = np.random.default_rng(2)

@@ -145,7 +145,9 @@ def _named_factor(evidence: Evidence) -> Note | None:
     text = (
         f"off by the constant factor {number_text(value)} (= {' or '.join(names.values())}): {meaning}{evidence.caveat}"
     )
-    return Note(text, ACROSS_MESHES, names, {_SOME_FACTOR, *_claims_of_parts(evidence, _FACTOR)})
+    # 1/dp may be 1/sqrt(tp) here; where another mesh says so, this one agrees.
+    roots = {f"factor {name}" for name, root in _roots(evidence).items() if root == value}
+    return Note(text, ACROSS_MESHES, names, {_SOME_FACTOR, *roots, *_claims_of_parts(evidence, _FACTOR)})
 
 
 def _opposite_sign(evidence: Evidence) -> Note | None:
@@ -178,9 +180,7 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
     values |= {f"1/{dim}": 1 / size for dim, size in values.items()}
     sizes = [name for name, value in values.items() if _fits(evidence, _times, value)]
     text, weaker = f"off by the constant factor {number_text(factor)}", _claims_of_parts(evidence, _FACTOR)
-    roots = {f"sqrt({axis})": ranks**0.5 for axis, ranks in evidence.axes.items() if ranks > 1}
-    roots |= {f"1/{name}": 1 / value for name, value in roots.items()}
-    of_ranks = {f"factor {name}": name for name, value in roots.items() if _is_root(evidence, factor, value)}
+    of_ranks = {f"factor {name}": name for name, root in _roots(evidence).items() if _is_root(evidence, factor, root)}
     claims = {f"factor size {name}": name for name in sizes} | of_ranks
     if claims:
         of_dims = "" if of_ranks else ", the size of a dim"
@@ -188,6 +188,11 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
         text = f"{text} (= {' or '.join(claims.values())}{of_dims}): {meaning}"
         return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
     return Note(f"{text}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR, weaker)
+
+
+def _roots(evidence: Evidence) -> dict[str, float]:
+    roots = {f"sqrt({axis})": ranks**0.5 for axis, ranks in evidence.axes.items() if ranks > 1}
+    return roots | {f"1/{name}": 1 / value for name, value in roots.items()}
 
 
 def _is_root(evidence: Evidence, factor: float, root: float) -> bool:
