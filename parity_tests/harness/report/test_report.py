@@ -14,6 +14,8 @@ from rich.console import Console
 from shardproof import integers, permutation, scheme, values
 from shardproof.cli import expected
 from shardproof.engines.failure import Raised
+from shardproof.engines.ledger import CallSite
+from shardproof.explain.note import Note
 from shardproof.report import summary
 from shardproof.report.html_page import fragment, page
 from shardproof.report.merging import merge_reports
@@ -125,6 +127,13 @@ def test_values_that_may_never_occur():
     declaration = of_ones(doubled, draw={"x": values("large")})
     last = str(verify_case(declaration, declaration.case(tp=2, b=4, dtype="float32"))).splitlines()[-1]
     assert last == ("  drawn for it: x large; if such values never occur, declare draw={'x': values('normal', 'ties')}")
+
+
+def test_no_values_are_advised_where_a_line_is_blamed():
+    declaration = of_ones(doubled, draw={"x": values("large")})
+    report = verify_case(declaration, declaration.case(tp=2, b=4, dtype="float32"))
+    blamed = Note("off by 2 at a line", sites=[CallSite("all_reduce", "a.py:1", "bwd")])
+    assert "drawn for it" not in str(replace(report, notes={"out": (blamed,)}))
 
 
 def test_findings_stand_on_separate_lines():

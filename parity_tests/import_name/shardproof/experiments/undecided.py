@@ -36,7 +36,7 @@ from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
 MIN_NEIGHBOURS = 4  # if they explain no wrong element, the case is a mismatch
-TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
+TIE = "tied inputs have no defined order or gradient; the example passes without ties"
 NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries return different values there"
 CHOICE = "the reference moves as far within the rounding of its inputs"
 

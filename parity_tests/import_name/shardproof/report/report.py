@@ -345,14 +345,15 @@ class Report:
             hints.append(f"one rank is enough for it: {so}{differ}")
         # Values do not make a rank hang or die; but an exception may depend on them.
         extreme = drawn_kinds(self.case, EXTREME) if self.failure is None or self.failure.cause == "raised" else {}
-        if self.values_to_avoid:
+        names_a_line = any(note.sites for notes in self.notes.values() for note in notes)
+        if self.values_to_avoid and not names_a_line:
             kind_by_name = drawn_kinds(self.case, EQUAL_NUMBERS)
             kinds = ", ".join(f"{name} {kind_by_name[name]}" for name in self.values_to_avoid)
             normal = ", ".join(f"{name!r}: values('normal')" for name in self.values_to_avoid)
             hints.append(
                 f"equal with normal values, drawn for it: {kinds}; if they never occur, declare draw={{{normal}}}"
             )
-        elif extreme:
+        elif extreme and not names_a_line:
             kinds = ", ".join(f"{name} {kind}" for name, kind in extreme.items())
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
