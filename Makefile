@@ -81,8 +81,8 @@ tiers: $(VENV)/with-test $(VENV)/with-oracles ## count the bugs that `make test`
 alarms: $(VENV)/with-test ## judge 100,000 drawn examples of what is right and write docs/false-alarms.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.evidence.false_alarms --page docs/false-alarms.md
 
-failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md
-	$(BIN)/python -m parity_tests.evidence.failures --page docs/failures.md --table build/failures.md
+failures: $(VENV)/with-test ## run every kind of failure on every engine and write docs/failures.md and docs/failures.json
+	$(BIN)/python -m parity_tests.evidence.failures --page docs/failures.md
 
 line-types: $(VENV)/with-test $(VENV)/with-types ## type all schemes and a sample of injected bugs and write docs/line-types.md; it goes on where it was stopped
 	$(BIN)/python -m parity_tests.evidence.line_types

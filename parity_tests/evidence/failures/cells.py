@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from parity_tests.evidence.failures import async_kinds, group_kinds, kinds, process_kinds
@@ -102,15 +103,30 @@ class Cell:
         return [name for name in needed if not patterns[name].search(self.sentence)]
 
 
-def bodies() -> dict[str, Callable[..., Any] | None]:
-    """Every kind with its function, in the page's order. Functions of schemes load JAX and are looked up later."""
-    functions: dict[str, Callable[..., Any] | None] = {
+def groups() -> dict[str, dict[str, Callable[..., Any] | None]]:
+    """Every kind with its function, by group, in the page's order. Functions of schemes load JAX: looked up later."""
+    return {
+        "Ranks and their collectives": _functions(kinds),
+        "Asynchronous calls": _functions(async_kinds),
+        "Groups, dtypes and messages": _functions(group_kinds),
+        "Processes, threads and children": _functions(process_kinds),
+        "Results": dict.fromkeys(RETURNED),
+        "References, draws and conditions": dict.fromkeys(OUTSIDE),
+        "Whole commands": dict.fromkeys(COMMANDS),
+    }
+
+
+def _functions(module: ModuleType) -> dict[str, Callable[..., Any] | None]:
+    return {
         name: each
-        for module in (kinds, async_kinds, group_kinds, process_kinds)
         for name, each in vars(module).items()
         if inspect.isfunction(each) and each.__module__ == module.__name__
     }
-    return functions | dict.fromkeys((*RETURNED, *OUTSIDE, *COMMANDS))
+
+
+def bodies() -> dict[str, Callable[..., Any] | None]:
+    """Every kind with its function."""
+    return {name: body for group in groups().values() for name, body in group.items()}
 
 
 def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:

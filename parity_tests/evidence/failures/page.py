@@ -1,101 +1,160 @@
-"""The page of the matrix: which cells name rank, operation and line, and the sentence of each."""
+"""docs/failures.md: the cause of each cell, with its sentence at a click, made from docs/failures.json."""
 
 from __future__ import annotations
 
+import html
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from itertools import product, starmap
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
-from parity_tests.evidence.failures.cells import ENGINES, OUTSIDE, WORLDS, Cell, bodies
+from parity_tests.evidence.failures.cells import ENGINES, OUTSIDE, QUIET_S, WORLDS, Cell, bodies, groups
 from parity_tests.evidence.failures.commands import COMMANDS
-from parity_tests.evidence.page import joined, markdown_table, written_by
+from parity_tests.evidence.failures.stored import Place, Run
+from parity_tests.evidence.page import joined, markdown_table
 
-ROOT = f"{Path(__file__).resolve().parents[3]}/"
-Matrix = Mapping[tuple[str, int], Sequence[Cell]]
 HEAD = """# What a failure says
 
-Each row is a kind of failure, each column an engine and its number of ranks. [Read a
-failure](how-to/read-a-failure.md) explains the sentences.
+{summary}
 
-A cell is the cause that the sentence begins with. *done*: nothing failed there. *ended*: the process of
-the command ended before it could answer. The cause is followed by the parts (rank, operation,
-line) that the sentence does not name.
+Each row is a kind of failure, each column an engine, with 2 and 4 ranks. A click on a mark shows the sentence that is
+printed, and a click on a kind its code. [Read a failure](how-to/read-a-failure.md) explains the sentences. A mark with
+*no rank*, *no operation* or *no line* has a sentence that lacks it.
 
-On lockstep the ranks are threads of the command, so that a rank which is killed, or crashes in native code, ends the
-command with it: its parent, which waits for it, says where the ranks were. A wrong return value has no operation or
-line, so the sentence names only the rank. The last kinds are whole commands, which need a verdict and a status.
-
-{written_by}
-It also writes the code of each kind and every sentence that is printed into `build/failures.md`.
-
-{table}
-"""
-
-
-def summary(matrix: Matrix, before: str = "") -> str:
-    """The page, as Markdown: the cause of each cell. Cells of the page `before` stay where the matrix has none."""
-    cells = _cells_of(before)
-    for (engine, world), row in matrix.items():
-        cells |= {(_title(cell.kind), _column(engine, world)): _brief(cell) for cell in row}
-    named = {column for _, column in cells}
-    columns = [column for column in starmap(_column, product(ENGINES, WORLDS)) if column in named]
-    kinds = [kind for kind in map(_title, bodies()) if any((kind, column) in cells for column in columns)]
-    rows = [(kind, *(cells.get((kind, column), "not run") for column in columns)) for kind in kinds]
-    return HEAD.format(written_by=written_by("make failures"), table=markdown_table(("kind", *columns), rows))
-
-
-def _cells_of(page: str) -> dict[tuple[str, str], str]:
-    """The cells of a page by their kind and column."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
-    (_, *columns), *rows = lines or [[""]]
-    return {(kind, column): cell for kind, *row in rows for column, cell in zip(columns, row, strict=True)}
+{marks}"""
+NOTES = {
+    "Processes, threads and children": "On lockstep the ranks are threads of the command: a rank that is killed, or"
+    " crashes in native code, ends the command with it. Its parent, which waits for it, says where the ranks were.",
+    "Results": "A wrong result has no operation or line, so the sentence names only the rank.",
+    "References, draws and conditions": "These run outside the ranks, so the sentence names only the line.",
+    "Whole commands": "`shardproof verify` on files that could hide a verdict: it gives one, or says why not.",
+}
+MEANINGS = {
+    "raised": "a rank raised an exception",
+    "died": "a rank's process ended",
+    "stalled": f"nothing moved for {QUIET_S} s",
+    "deadlock": "lockstep: each rank waits for one that never comes",
+    "collective mismatch": "the ranks' calls do not fit together",
+    "protocol": "a call is never waited for, or other backends reject it",
+    "mismatch": "a value is not the reference's",
+    "hygiene": "right values; another dtype, or an input that was written to",
+    "modified": "a buffer was changed while a call used it",
+    "not judged": "no verdict, with the reason",
+    "ended": "the command ended before it could answer",
+    "done": "nothing failed",
+}
+RANKS = re.compile(r"\branks? \d+(?:(?:, | and |-)\d+)*")
 
 
-def _column(engine: str, world: int) -> str:
-    return f"{engine}, {world} ranks"
+def text(run: Run) -> str:
+    """The text of the page."""
+    marks = Counter(cell.cause for cell in run.cells.values())
+    rows = [(mark, MEANINGS.get(mark, ""), str(count)) for mark, count in marks.most_common()]
+    head = HEAD.format(summary=_summary(run.cells), marks=markdown_table(("mark", "meaning", "cells"), rows))
+    return joined(head, *_groups(run.cells), f"{run.written_by} Its cells are in [failures.json](failures.json).")
 
 
-def sentences(matrix: Matrix) -> str:
-    """Each cell's printed sentence, below the code of its kind, as Markdown."""
-    parts = ["# What each failure says"]
-    for row in _rows(matrix):
-        parts += [f"## {_title(row[0].kind)}", _code(row[0].kind)]
-        for (engine, world), cell in zip(matrix, row, strict=True):
-            parts += [f"{engine}, {world} ranks, after {cell.seconds:.1f} s:"]
-            parts += [f"```text\n{_without_folders(cell.sentence)}\n```"]
-    return joined(*parts)
+def _summary(cells: Mapping[Place, Cell]) -> str:
+    """How many kinds, how many sentences lack a part, and how long the slowest took."""
+    kinds = len({kind for _, _, kind in cells})
+    lacks = sum(bool(cell.lacks) for cell in cells.values())
+    alone, of_commands = (
+        f"{cells[place].seconds:.1f} s ({_title(place[2])}, {place[0]}, {place[1]} ranks)" if place else "no time"
+        for place in (_slowest(cells, is_command) for is_command in (False, True))
+    )
+    return (
+        f"{kinds} kinds of failure in {len(cells)} cells: {lacks or 'no'} sentence{'s' * (lacks > 1)}"
+        f" lack{'s' * (lacks < 2)} a rank, an operation or a line. The slowest sentence came"
+        f" {alone} after its kind began, and the slowest whole command took {of_commands}."
+    )
 
 
-def _rows(matrix: Matrix) -> list[tuple[Cell, ...]]:
-    return list(zip(*matrix.values(), strict=True))
+def _slowest(cells: Mapping[Place, Cell], is_command: bool) -> Place | None:
+    of = [place for place in cells if (place[2] in COMMANDS) == is_command]
+    return max(of, key=lambda place: cells[place].seconds, default=None)
+
+
+def _groups(cells: Mapping[Place, Cell]) -> Iterator[str]:
+    """A heading and a table for each group of kinds."""
+    ran = {kind for _, _, kind in cells}
+    for title, names in groups().items():
+        kinds = [kind for kind in names if kind in ran]
+        if kinds:
+            head = "".join(f"<th>{name}</th>" for name in ("kind", *ENGINES))
+            rows = "\n".join(_row(kind, cells) for kind in kinds)
+            yield joined(f"## {title}", NOTES.get(title, ""))
+            yield f'<table class="failures">\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>'
+
+
+def _row(kind: str, cells: Mapping[Place, Cell]) -> str:
+    """A row in one line of HTML: a blank line, which code has, would end the table."""
+    of_engines = (_of_engine(name, {world: cells.get((name, world, kind)) for world in WORLDS}) for name in ENGINES)
+    data = "".join(f"<td>{content}</td>" for content in (_fold(_title(kind), _source(kind)), *of_engines))
+    return f"<tr>{data}</tr>"
+
+
+def _of_engine(engine: str, of_worlds: Mapping[int, Cell | None]) -> str:
+    """One mark if both numbers of ranks have it, else one for each; two sentences unless they are alike."""
+    apart = [{world: cell} for world, cell in of_worlds.items()]
+    first, *others = of_worlds.values()
+    if any(_mark(cell) != _mark(first) for cell in others):
+        return "".join(_mark_of(engine, one, name=f"{world} ranks: ") for one in apart for world in one)
+    return _mark_of(engine, *([of_worlds] if all(_is_alike(cell, first) for cell in others) else apart))
+
+
+def _mark_of(engine: str, *parts: Mapping[int, Cell | None], name: str = "") -> str:
+    """The mark of the first cell, over the sentence of each part."""
+    first = next(iter(parts[0].values()))
+    return _fold(name + _mark(first), "\n\n".join(_printed(engine, part) for part in parts).strip(), _look(first))
+
+
+def _mark(cell: Cell | None) -> str:
+    if cell is None:
+        return "not run"
+    return f"{cell.cause}, no {', no '.join(cell.lacks)}" if cell.lacks else cell.cause
+
+
+def _look(cell: Cell | None) -> str:
+    """The class of a mark."""
+    if cell is None:
+        return "pale"
+    return "lacks" if cell.lacks else "pale" if cell.cause == "done" else ""
+
+
+def _is_alike(cell: Cell | None, other: Cell | None) -> bool:
+    """Whether two sentences differ by the numbers of ranks alone, or in that more ranks have the same line."""
+    lines, others = (set(RANKS.sub("rank", each.sentence if each else "").splitlines()) for each in (cell, other))
+    return lines == others
+
+
+def _printed(engine: str, of_worlds: Mapping[int, Cell | None]) -> str:
+    """The first sentence, below the numbers of ranks that have it; empty if nothing was run."""
+    ran = {world: cell for world, cell in of_worlds.items() if cell}
+    worlds, seconds = " and ".join(map(str, ran)), " and ".join(f"{cell.seconds:.1f}" for cell in ran.values())
+    return f"{engine}, {worlds} ranks, after {seconds} s:\n{next(iter(ran.values())).sentence}" if ran else ""
+
+
+def _fold(mark: str, printed: str, kind: str = "") -> str:
+    """A mark that shows a text at a click; the mark alone if there is none."""
+    named = f' class="{kind}"' if kind else ""
+    if not printed:
+        return f"<span{named}>{mark}</span>"
+    lines = html.escape(printed, quote=False).replace("\n", "&#10;")
+    return f"<details><summary{named}>{mark}</summary><pre>{lines}</pre></details>"
 
 
 def _title(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _brief(cell: Cell) -> str:
-    return f"{cell.cause}; no {', no '.join(cell.lacks)}" if cell.lacks else cell.cause
-
-
-def _code(kind: str) -> str:
-    return f"```text\n{_source(kind).rstrip()}\n```"
-
-
 def _source(kind: str) -> str:
     """The lines of a function, or the file of those that are declared outside the ranks."""
     body = bodies()[kind]
     if kind in COMMANDS:
-        return "\n".join(f"# {file}\n{text}" for file, text in COMMANDS[kind].files.items())
+        files = COMMANDS[kind].files.items()
+        return "\n".join(f"# {file}\n{content}" for file, content in files).rstrip()
     if body is not None:
-        return inspect.getsource(body)
+        return inspect.getsource(body).rstrip()
     from parity_tests.evidence.failures import outside, returned
 
-    return inspect.getsource(outside if kind in OUTSIDE else getattr(returned, kind).fn)
-
-
-def _without_folders(sentence: str) -> str:
-    """Paths below the repository and below the packages, wherever these are."""
-    return re.sub(r"[^\s\"]*/site-packages/", "", sentence).replace(ROOT, "")
+    return inspect.getsource(outside if kind in OUTSIDE else getattr(returned, kind).fn).rstrip()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import re
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parity_tests.evidence.failures import async_kinds, page
-from parity_tests.evidence.failures.cells import Cell, _answer, _start, bodies, cells
+from parity_tests.evidence.failures import async_kinds, page, stored
+from parity_tests.evidence.failures.cells import ENGINES, WORLDS, Cell, _answer, _start, bodies, cells
 from shardproof import verify_one_case
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
@@ -122,30 +126,84 @@ def test_a_command_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) 
     assert silent.sentence == "the process of the command was ended after 0.5 s without an answer"
 
 
-def test_the_page() -> None:
-    row = [Cell("raises", "raised", f"rank 1 raised KeyError at {page.ROOT}a.py:3", 0.25)]
-    matrix = {("gloo", 2): row, ("lockstep", 4): row}
-    lines = page.summary(matrix).splitlines()
-    assert lines[-3] == "| kind | gloo, 2 ranks | lockstep, 4 ranks |"
-    assert lines[-1] == "| raises | raised; no operation | raised; no operation |"
-    printed = page.sentences(matrix).splitlines()
-    assert printed.count("rank 1 raised KeyError at a.py:3") == 2
-    assert '        raise KeyError("no such weight")' in printed
+ON = "Written by a test."
 
 
-def test_a_page_keeps_the_cells_that_did_not_run() -> None:
-    def row(*causes: str) -> list[Cell]:
-        return [Cell(kind, cause, "", 0.1) for kind, cause in zip(("raises", "is_killed"), causes, strict=False)]
+def cell_of(run: stored.Run, kind: str, engine: str) -> str:
+    """The cell of the page, as it is written."""
+    (row,) = [line for line in page.text(run).splitlines() if f"<summary>{kind}</summary>" in line]
+    return row.split("<td>")[2 + ENGINES.index(engine)].partition("</td>")[0]
 
-    before = page.summary({("gloo", 2): row("done", "done"), ("lockstep", 4): row("done", "done")})
-    assert before == page.summary({}, before)
-    after = page.summary({("lockstep", 4): row("done", "done")[1:], ("torchrun", 2): row("done")}, before)
-    assert after.splitlines()[-4:] == [
-        "| kind | gloo, 2 ranks | lockstep, 4 ranks | torchrun, 2 ranks |",
-        "| --- | --- | --- | --- |",
-        "| raises | done | done | done |",
-        "| is killed | done | done | not run |",
+
+def shown(cell: str) -> list[tuple[str, str]]:
+    """The marks of a cell, each with the text that a click shows."""
+    folds = re.findall(r"<summary[^>]*>(.*?)</summary><pre>(.*?)</pre>", cell)
+    return [(mark, html.unescape(text)) for mark, text in folds]
+
+
+def test_a_mark_has_its_sentence_and_a_kind_its_code() -> None:
+    row = [Cell("raises", "raised", f"raised: rank 1 raised <KeyError> at {stored.ROOT}a.py:3", 0.251)]
+    run = stored.with_cells(None, {("gloo", 2): row}, ON)
+    assert shown(cell_of(run, "raises", "gloo")) == [
+        ("2 ranks: raised, no operation", "gloo, 2 ranks, after 0.2 s:\nraised: rank 1 raised <KeyError> at a.py:3")
     ]
+    assert cell_of(run, "raises", "lockstep") == '<span class="pale">not run</span>'
+    assert 'raise KeyError("no such weight")&#10;    dist.all_reduce(' in page.text(run)
+    assert "\n1 kinds of failure in 1 cells: 1 sentence lacks a rank" in page.text(run)
+
+
+def test_one_sentence_of_two_that_differ_by_ranks_alone() -> None:
+    def both(*sentences: str) -> list[str]:
+        matrix = {
+            ("gloo", world): [Cell("raises", "raised", sentence, 0.1)]
+            for world, sentence in zip(WORLDS, sentences, strict=True)
+        }
+        ((_, text),) = shown(cell_of(stored.with_cells(None, matrix, ON), "raises", "gloo"))
+        return [line for line in text.splitlines() if line.startswith("gloo")]
+
+    line = "rank {} in send at a.py:3"
+    assert both(line.format(1), f"{line.format(3)}\n{line.format(2)}") == ["gloo, 2 and 4 ranks, after 0.1 and 0.1 s:"]
+    others = ["gloo, 2 ranks, after 0.1 s:", "gloo, 4 ranks, after 0.1 s:"]
+    assert both(line.format(1), f"{line.format(1)}\nrank 2 returned") == others
+
+
+def test_two_marks_where_the_numbers_of_ranks_differ() -> None:
+    matrix = {("torchrun", world): [Cell("loops", cause, cause, 0.1)] for world, cause in ((2, "died"), (4, "stalled"))}
+    marks = [mark for mark, _ in shown(cell_of(stored.with_cells(None, matrix, ON), "loops", "torchrun"))]
+    assert marks == [
+        "2 ranks: died, no rank, no operation, no line",
+        "4 ranks: stalled, no rank, no operation, no line",
+    ]
+
+
+def test_cells_that_did_not_run_stay(tmp_path: Path) -> None:
+    def row(kind: str, cause: str) -> list[Cell]:
+        return [Cell(kind, cause, f"{cause}: ...", 0.1)]
+
+    first = stored.with_cells(None, {("gloo", 2): row("raises", "raised"), ("gloo", 4): row("raises", "done")}, "first")
+    stored.write(first, tmp_path / "failures.json")
+    before = stored.read(tmp_path / "failures.json")
+    assert before == first
+    after = stored.with_cells(
+        before, {("gloo", 4): row("raises", "died"), ("lockstep", 2): row("loops", "x")}, "second"
+    )
+    assert {place: cell.cause for place, cell in after.cells.items()} == {
+        ("gloo", 2, "raises"): "raised",
+        ("gloo", 4, "raises"): "died",
+        ("lockstep", 2, "loops"): "x",
+    }
+
+
+def test_a_sentence_is_the_same_on_every_machine() -> None:
+    folder = f"{tempfile.gettempdir()}/tmpab12/two/kind.py:3"
+    assert (
+        stored.everywhere(f"at /opt/venv/lib/python3.11/site-packages/torch/a.py:3, {folder}")
+        == "at torch/a.py:3, two/kind.py:3"
+    )
+    ours = "mismatch  wrong\n2 schemes, 1 mismatch, 0 not run."
+    log = "[rank1]:[W1130 10:55:24.28 socket.cpp:469] [c10d] timed out\nE1130 10:55:26.35 1 torch/api.py:1] failed\n"
+    list_of_ranks = 'Traceback (most recent call last):\n  File "<frozen runpy>", line 1\n=====\nFAILED\n--\n=====\n'
+    assert stored.everywhere(f"{log}{ours}\n{log}{list_of_ranks}") == ours
 
 
 def test_what_is_declared_outside_the_ranks_needs_a_line_alone() -> None:
