@@ -15,8 +15,10 @@ from textwrap import dedent
 SECTION = re.compile(r"^(Cost|Errors|Source):( +|$)")
 HANGING = 8  # columns that a section's further lines are indented by
 ROW = re.compile(r"^ {4}\w[\w.]*(?: \w+)?  +(?=\S)")
+FIRST_COLUMN = re.compile(r"^\S+(?: \S+)* {2,}(?=\S)")
 COLUMNS = re.compile(r"(?<![.;:,] )(?<=\S) {2,}(?=\S)|\S {3,}\S")
 FORMULA = re.compile(r"^[\w.]+(\[[^\]]*\]|\([^)]*\))? ([\w{}|]+ )?= ")
+SENTENCE = re.compile(r"^[A-Z][a-z]+ [\w`(]")  # it may define a letter, which is no formula: "The l = s/cp positions"
 ITEM = re.compile(r"^(- |\d+\. )")
 NAME = re.compile(r"^[A-Za-z_]\w*(\.\w+)*$")
 ESCAPED = re.compile(r"([\\*_|<>])")
@@ -34,7 +36,8 @@ def _blocks(lines: list[str]) -> Iterator[list[str]]:
         in_section = block and SECTION.match(block[0])
         ends = not line or SECTION.match(line) or (in_section and not line.startswith(" "))
         if not ends and block and not in_section:
-            ends = line.startswith("    ") != block[0].startswith("    ") and not ITEM.match(block[0])
+            is_indented = line.startswith("    ") != block[0].startswith("    ")
+            ends = is_indented and not ITEM.match(block[0]) and not _goes_on(block, line)
         if ends and block:
             yield block
             block = []
@@ -42,6 +45,12 @@ def _blocks(lines: list[str]) -> Iterator[list[str]]:
             block.append(line)
     if block:
         yield block
+
+
+def _goes_on(block: list[str], line: str) -> bool:
+    """Whether a line begins below the second column of a block, whose text it continues."""
+    columns = {found.end() for found in map(FIRST_COLUMN.match, block) if found}
+    return len(line) - len(line.lstrip()) in columns
 
 
 def _rst(block: list[str], arguments: Collection[str]) -> list[str]:
@@ -97,7 +106,8 @@ def _items(block: list[str], arguments: Collection[str]) -> list[str]:
 
 def _is_laid_out(block: list[str]) -> bool:
     """Whether line ends and columns of a block mean something."""
-    return block[0].startswith("    ") or any(COLUMNS.search(line) or FORMULA.match(line) for line in block)
+    is_formula = not SENTENCE.match(block[0]) and any(map(FORMULA.match, block))
+    return block[0].startswith("    ") or is_formula or any(map(COLUMNS.search, block))
 
 
 def _box(lines: list[str]) -> list[str]:

@@ -76,6 +76,7 @@ def test_a_docstring_is_sentences_boxes_and_fields():
         ["    A0            [A0, A1]", "       A1     =>  [A0, A1]"],
         ["log p[t] = y[t] - lse,   lse = log sum_v exp(y_v)"],
         ["d z = (g_lp (1[v=t] - p)) / temperature"],
+        ["student   log softmax over its logits, or else over", "          its k logits at the ids"],
     ],
 )
 def test_a_drawing_keeps_its_layout(drawing):
@@ -85,6 +86,13 @@ def test_a_drawing_keeps_its_layout(drawing):
 
 
 @pytest.mark.slow
+def test_a_sentence_that_defines_a_letter_is_no_formula():
+    assert docstring_layout.as_rst(["The l = s/cp positions of a rank", "d = 2 of them"]) == [
+        "\\The l = s/cp positions of a rank d = 2 of them",
+        "",
+    ]
+
+
 def test_the_size_of_an_installation_counts_its_requirements():
     production, absent = installed_sizes.closure("")
     verified, _ = installed_sizes.closure("verify")
