@@ -50,6 +50,8 @@ nb_execution_show_tb = True
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 OURS = ("torch_impl.", "jax_ref.")
+CODE = re.compile(r'(<span class="sig-(?:pre)?name[^"]*">)?<span class="pre">([^<]*)</span>')
+WHOLE = 24  # characters of a word of code up to which it fits into a line, and moves to the next one
 
 
 def with_notebooks(app):
@@ -140,6 +142,19 @@ def without_private_names(app, tree):
             signature["_toc_name"] = ""
 
 
+def with_places_to_break(app, page, template, context, tree):
+    """A name in a title of code, or a longer one, breaks after dots and underscores; a short option not at all."""
+    if "body" in context:
+        context["body"] = CODE.sub(_breakable, context["body"])
+
+
+def _breakable(found):
+    title, text = found.groups("")
+    if title or len(text) > WHOLE:
+        return f'{title}<span class="pre">{re.sub(r"(?<=[._])(?![._])", "<wbr>", text)}</span>'
+    return f'<span class="pre whole">{text}</span>' if "-" in text else found[0]
+
+
 def in_mathml(display):
     def visit(translator, node):
         text = node.astext().replace("{aligned}", "{split}")  # the same, under the name that latex2mathml knows
@@ -155,6 +170,7 @@ def setup(app):
     app.connect("builder-inited", with_notebooks)
     app.connect("builder-inited", with_gallery)
     app.connect("source-read", to_notebooks)
+    app.connect("html-page-context", with_places_to_break)
     app.connect("autodoc-process-docstring", as_sentences)
     app.connect("autodoc-process-signature", as_written)
     app.connect("autodoc-skip-member", is_left_out)
