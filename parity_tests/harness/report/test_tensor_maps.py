@@ -7,6 +7,7 @@ from shardproof import scheme, values
 from shardproof.report.colours import ERRORS, RANKS
 from shardproof.report.markup import as_text
 from shardproof.report.owner_map import MAX_COLUMNS, MAX_ROWS, owner_map
+from shardproof.report.page_style import style
 from shardproof.report.tensor_maps import LEGEND, LEVELS, holders, level, maps
 from shardproof.verify_one_case import verify_case
 
@@ -28,6 +29,7 @@ def test_a_cross_and_a_colour_for_each_wrong_element():
     tree = read(as_text(maps(report)))
     (cross,) = tree.all("path", "cross")
     assert cross.attributes["d"].count("M") == 2  # the third of four, in both rows
+    assert cross.attributes["class"] == "cross on6" and ".on6 { stroke: white; }" in style()  # on dark red
     wrong = [cell.all("title")[0].text for cell in tree.all("rect", f"e{len(ERRORS) - 1}") if cell.all("title")]
     assert [text.partition(" budgets")[0].rpartition(",")[0] for text in wrong] == [
         "(0,2): 2, reference 1",

@@ -196,7 +196,8 @@ def _replay(report: Report) -> list[Element]:
     """How to run the case again: a failure's replay file, else lines for a notebook."""
     parts = [tag("h2", "Run it again")]
     if report.replay:
-        parts.append(tag("pre", f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"))
+        commands = f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"
+        parts.append(tag("pre", commands, class_="terminal"))
     example = report.clearer_report or report
     call = f"verify_case({report.scheme.rpartition(':')[2]}, CaseSpec.from_json({example.case.json!r}))"
     lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"

@@ -64,7 +64,7 @@ html { background: #ffffff; }
 .shardproof figcaption { color: var(--quiet); font-size: 13px; }
 .shardproof .cell { stroke: var(--ground); stroke-width: 1; }
 .shardproof .sum { fill: var(--ground); stroke: var(--quiet); }
-.shardproof .cross { stroke: var(--ink); stroke-width: 1.2; fill: none; }
+.shardproof .cross { stroke-width: 1.2; fill: none; }
 .shardproof .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: 13px; color: var(--quiet); }
 .shardproof .legend svg { display: inline-block; vertical-align: -2px; margin-right: .3em; }
 @media (max-width: 760px) {
@@ -86,7 +86,10 @@ def style() -> str:
         f".shardproof svg text.t{rank} {{ fill: {colours.ink(paint)}; }}\n"
         for rank, paint in enumerate(colours.RANKS)
     )
-    errors = "".join(f".shardproof .e{level} {{ fill: {paint}; }}\n" for level, paint in enumerate(colours.ERRORS))
+    errors = "".join(
+        f".shardproof .e{level} {{ fill: {paint}; }} .shardproof .on{level} {{ stroke: {colours.ink(paint)}; }}\n"
+        for level, paint in enumerate(colours.ERRORS)
+    )
     return _STYLE + ranks + errors
 
 

@@ -84,7 +84,7 @@ def _error_map(tensor: TensorComparison, caption: str) -> Element:
     wide, high = cell_size(cells)
     titled = step == 1 and cells.size <= MAX_TITLED
     parts: list[Child] = []
-    crosses = []
+    crosses: dict[int, list[str]] = {}  # by the level, whose colour they must stand out from
     for y, line in enumerate(cells):
         if titled:
             spans = [(x, 1, level(ratio)) for x, ratio in enumerate(line)]
@@ -96,9 +96,9 @@ def _error_map(tensor: TensorComparison, caption: str) -> Element:
             parts.append(tag("rect", title, **at, class_=f"cell e{number}"))
         for x in np.flatnonzero(line > 1.0):
             left, top, arm = (x + 0.5) * wide - 2.5, (y + 0.5) * high - 2.5, 5
-            crosses.append(f"M{left:.1f} {top:.1f}l{arm} {arm}m0 -{arm}l-{arm} {arm}")
-    cross = tag("path", d="".join(crosses), class_="cross") if crosses else None
-    return figure([*parts, cross], cells.shape, (wide, high), caption, step)
+            crosses.setdefault(level(line[x]), []).append(f"M{left:.1f} {top:.1f}l{arm} {arm}m0 -{arm}l-{arm} {arm}")
+    parts += [tag("path", d="".join(paths), class_=f"cross on{number}") for number, paths in crosses.items()]
+    return figure(parts, cells.shape, (wide, high), caption, step)
 
 
 def _runs(levels: list[int]) -> list[tuple[int, int, int]]:
