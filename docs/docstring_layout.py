@@ -18,7 +18,7 @@ ROW = re.compile(r"^ {4}\w[\w.]*(?: \w+)?  +(?=\S)")
 FIRST_COLUMN = re.compile(r"^\S+(?: \S+)* {2,}(?=\S)")
 COLUMNS = re.compile(r"(?<![.;:,] )(?<=\S) {2,}(?=\S)|\S {3,}\S")
 FORMULA = re.compile(r"^[\w.]+(\[[^\]]*\]|\([^)]*\))? ([\w{}|]+ )?= ")
-SENTENCE = re.compile(r"^[A-Z][a-z]+ [\w`(]")  # it may define a letter, which is no formula: "The l = s/cp positions"
+SENTENCE = re.compile(r"^([A-Z][a-z]+|`[^`]+`) [\w`(]")  # "The l = s/cp positions" is no formula
 ITEM = re.compile(r"^(- |\d+\. )")
 NAME = re.compile(r"^[A-Za-z_]\w*(\.\w+)*$")
 ESCAPED = re.compile(r"([\\*_|<>])")

@@ -19,14 +19,14 @@ Routing = tuple[Gates, Choices, Logits]  # gates, experts, and the probabilities
 
 
 def softmax_top_k(logits: Logits, k: int, norm_topk_prob: bool = False) -> Routing:
-    """p = softmax(logits); the k largest, divided by their sum with `norm_topk_prob`.  Source: arXiv 2101.03961."""
+    """p = softmax(logits); the k largest, divided by their sum with `norm_topk_prob`. Source: arXiv 2101.03961."""
     probabilities = jax.nn.softmax(logits)
     gates, experts = jax.lax.top_k(probabilities, k)
     return _normalised(gates) if norm_topk_prob else gates, experts, probabilities
 
 
 def top_k_softmax(logits: Logits, k: int) -> Routing:
-    """The k largest logits; gates are the softmax over these k alone.  Source: arXiv 2401.04088."""
+    """The k largest logits; gates are the softmax over these k alone. Source: arXiv 2401.04088."""
     largest, experts = jax.lax.top_k(logits, k)
     return jax.nn.softmax(largest), experts, jax.nn.softmax(logits)
 
@@ -44,7 +44,7 @@ def sigmoid_top_k(
     """s = sigmoid(logits); the k largest of s + bias among the chosen groups; gates are s, without the bias.
 
     The score of a group of experts is the sum of its two largest s + bias. Gates are divided by their sum with
-    `norm_topk_prob`, then scaled. The probabilities are s divided by its sum.  Source: arXiv 2412.19437.
+    `norm_topk_prob`, then scaled. The probabilities are s divided by its sum. Source: arXiv 2412.19437.
     """
     scores = jax.nn.sigmoid(logits)
     biased = scores + jnp.broadcast_to(bias, scores.shape)
@@ -106,7 +106,7 @@ def clamped_swiglu(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Float[Array, "t d"]:
-    """((up + 1) * gate * sigmoid(alpha * gate)) C + c, of clamped gate and up.  Source: arXiv 2508.10925."""
+    """((up + 1) * gate * sigmoid(alpha * gate)) C + c, of clamped gate and up. Source: arXiv 2508.10925."""
     gate = jnp.minimum(x @ gate_up[:, :, 0] + gate_up_bias[None, :, 0], limit)
     up = jnp.clip(x @ gate_up[:, :, 1] + gate_up_bias[None, :, 1], -limit, limit)
     return ((up + 1) * gate * jax.nn.sigmoid(alpha * gate)) @ down + down_bias[None, :]
@@ -193,14 +193,14 @@ def _at_least_one(tokens: Bool[Array, "*t"], like: Float[Array, "..."]) -> Float
 
 
 def sequence_balance_loss(probabilities: Float[Array, "b s e"], experts: Int[Array, "b s k"]) -> Float[Array, " b"]:
-    """The balance loss of each sequence separately.  Source: arXiv 2412.19437."""
+    """The balance loss of each sequence separately. Source: arXiv 2412.19437."""
     return jax.vmap(balance_loss)(probabilities, experts)
 
 
 def z_loss(logits: Float[Array, "t e"], experts: Int[Array, "t k"] | None = None) -> Float[Array, ""]:
     """The mean over tokens of (log sum_e exp(logits[t, e]))^2; rows without an expert are no tokens.
 
-    Without `experts` every row is a token.  Source: arXiv 2202.08906.
+    Without `experts` every row is a token. Source: arXiv 2202.08906.
     """
     if experts is None:
         return (jax.nn.logsumexp(logits, axis=-1) ** 2).mean()

@@ -230,13 +230,12 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
        top_p: the smallest prefix that reaches top_p, at least one token. Off: top_p None or 1.0.
     4. out = y[t] - log sum_kept exp(y_v); -inf if t is filtered, 0.0 outside the vocabulary.
 
-    d z = g / temperature (1[v=t] - p_kept) on kept columns, 0 elsewhere: the choice of kept tokens is a constant. The
-    term 1[v=t] is absent for a filtered target; the row of a target outside the vocabulary is zero. With all filters
-    off this is `DistributedLogprob`.
+    d z = g / temperature (1[v=t] - p_kept) on kept columns, 0 elsewhere
 
-    Any strides; results and gradients have the dtypes of `vocab_parallel_logprob`. Columns past the range count in the
-    softmax and are never a target. Without a range, ids are counted in rank order. Every tp rank passes the same
-    cotangent.
+    The choice of kept tokens is a constant. The term 1[v=t] is absent for a filtered target; the row of a target
+    outside the vocabulary is zero. With all filters off this is `DistributedLogprob`. Any strides; results and
+    gradients have the dtypes of `vocab_parallel_logprob`. Columns past the range count in the softmax and are never a
+    target. Without a range, ids are counted in rank order. Every tp rank passes the same cotangent.
 
     Cost:   forward with top_k <= 1024: 1 all_gather of top_k + 2 numbers per token (one more with top_p). Otherwise, in
             R = 2, 4 or 8 rounds for logits of 2, 4 or 8 bytes, R all_reduce of 256 numbers per token for top_k and
