@@ -51,6 +51,7 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 OURS = ("torch_impl.", "jax_ref.")
 CODE = re.compile(r'(<span class="sig-(?:pre)?name[^"]*">)?<span class="pre">([^<]*)</span>')
+BREAK = re.compile(r"(?<=[._])(?![._])|(?<=[a-z])(?=[A-Z])")
 WHOLE = 24  # characters of a word of code up to which it fits into a line, and moves to the next one
 
 
@@ -143,15 +144,17 @@ def without_private_names(app, tree):
 
 
 def with_places_to_break(app, page, template, context, tree):
-    """A name in a title of code, or a longer one, breaks after dots and underscores; a short option not at all."""
+    """Names in titles, and long ones elsewhere, break between their words; a short option does not break at all."""
     if "body" in context:
         context["body"] = CODE.sub(_breakable, context["body"])
+    for neighbour in filter(None, (context.get("prev"), context.get("next"))):
+        neighbour["title"] = BREAK.sub("<wbr>", neighbour["title"])
 
 
 def _breakable(found):
     title, text = found.groups("")
     if title or len(text) > WHOLE:
-        return f'{title}<span class="pre">{re.sub(r"(?<=[._])(?![._])", "<wbr>", text)}</span>'
+        return f'{title}<span class="pre">{BREAK.sub("<wbr>", text)}</span>'
     return f'<span class="pre whole">{text}</span>' if "-" in text else found[0]
 
 
