@@ -72,7 +72,7 @@ def cell(lines: list[str]) -> str:
 
 def breakable(line: str) -> str:
     """The line as HTML, which may break after a dot, an underscore or a slash of a long name."""
-    return re.sub(r"(?<=\w[._/])(?=\w)", "<wbr>", html.escape(line))
+    return re.sub(r"(?<=\w[._/])(?!py:)(?=\w)", "<wbr>", html.escape(line))
 
 
 def collectives(scheme: Declared) -> Iterator[str]:
