@@ -7,7 +7,6 @@ A measured text is a value, then parts with a name each: `0.69 times, by round .
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from parity_tests.evidence.benchmarks.figure import Figure
@@ -15,10 +14,6 @@ from parity_tests.evidence.benchmarks.figure import Figure
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
 SPREAD = re.compile(rf" ?\({NUMBER} to {NUMBER}\)")
 UNITS = "us|ms|s"
-PROFILE = re.compile(r"([^,;%]+?) (\d+)% in \d+ calls")
-LEAST_SHARE = 10  # percent of a profile that the page names
-MOST_NAMED = 3
-SHARES = re.compile(r"[\w/.` -]+ \d[\d.]*(?: s|%)(?:, [\w/.`= -]+ (?:\d[\d.]*(?: s|%)|not run))+")
 LONG = 60  # characters of a value
 
 
@@ -53,20 +48,3 @@ def plain(text: str) -> str:
 
 def _number(text: str) -> str:
     return f"{float(text):,.0f}" if "e+" in text else text
-
-
-def reason(figure: Figure) -> str:
-    """Where the time of a figure goes, as far as its run recorded it."""
-    profile: Counter[str] = Counter()
-    for name, share in PROFILE.findall(figure.how):
-        profile[_function(name.strip())] += int(share)
-    named = [f"{name} {share}%" for name, share in profile.most_common(MOST_NAMED) if share >= LEAST_SHARE]
-    if named:
-        return f"its time: {', '.join(named)}"
-    shares = [clause for clause in figure.how.split("; ") if SHARES.fullmatch(clause)]
-    return cells_of(figure).parts or next(iter(shares), "not profiled")
-
-
-def _function(name: str) -> str:
-    """The name that a profile has for an operation; compiled graphs have a hash there, and count together."""
-    return "compiled graphs" if "CompiledFxGraph" in name else f"`{name.rpartition('::')[2]}`"

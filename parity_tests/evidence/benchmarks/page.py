@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from parity_tests.evidence.benchmarks.cells import cells_of, plain, reason
+from parity_tests.evidence.benchmarks.cells import cells_of, plain
 from parity_tests.evidence.benchmarks.figure import Figure
+from parity_tests.evidence.benchmarks.reasons import reason
 from parity_tests.evidence.benchmarks.stored import Run, Section
+from parity_tests.evidence.benchmarks.words import PROMISED
 from parity_tests.evidence.page import anchor, joined, markdown_table, versions
 
 HEAD = """# Benchmarks
 
-Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed).
-[The second table](#what-is-promised-and-against-whom) says against whom.
+Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). The harness promises times on the
+machine below, and the functions promise parts of the time that other code takes for the same work, such as
+megatron-core or plain torch: [each promise, and against whom](#what-is-promised-and-against-whom).
 
 {on}"""
 READING = """## How to read and repeat it
@@ -32,9 +35,12 @@ PROMISES = "## What is promised, and against whom"
 OF_PROMISES = "A dash: the promise is an absolute number, and no other code is timed beside it."
 AGAINST = re.compile(r"(?:\bover|\btimes|% of the) ([A-Za-z].*?)(?:,|$)")  # in a figure's name or promise
 CHART = "logprob, bfloat16"  # the rows of the chart
-CHART_HEAD = "## Log-probability, ours and others\n\nCPU time of {conditions}; shorter is better."
+CHART_HEAD = """## Log-probability, ours and others
+
+CPU time of `vocab_parallel_logprob` (ours) and of other code: {conditions}; shorter is better. {wide}"""
 MISSED = "## Missed"
 SIZE = re.compile(r"\w+=")  # the size of a dim, whose name stays as it is
+NO_BREAK = "\N{NO-BREAK SPACE}"
 BAR = 16  # characters of the longest bar, which fit beside names and times on a phone
 EIGHTHS = ("", *"▏▎▍▌▋▊▉")
 ARM = re.compile(r"^(?P<group>[^:]+): (?P<name>ours.*|.+)$")
@@ -91,7 +97,7 @@ def _promises(sections: Sequence[Section]) -> str:
     """A row for each section: who it is compared with, and how many of its promises are kept."""
     rows = [
         (
-            f"[{section.title}](#{anchor(section.title)})",
+            ": ".join((f"[{section.title}](#{anchor(section.title)})", *_in_words(section))),
             _peers(section),
             *map(str, (met.count(True), met.count(False))),
         )
@@ -99,6 +105,11 @@ def _promises(sections: Sequence[Section]) -> str:
         if (met := [figure.is_met for figure in section.figures if figure.is_met is not None])
     ]
     return joined(PROMISES, OF_PROMISES, markdown_table(("part", "against", "kept", "missed"), rows)) if rows else ""
+
+
+def _in_words(section: Section) -> Iterator[str]:
+    if section.title in PROMISED:
+        yield PROMISED[section.title]
 
 
 def _peers(section: Section) -> str:
@@ -109,7 +120,7 @@ def _peers(section: Section) -> str:
 
 def _missed(missed: Sequence[tuple[Section, Figure]]) -> str:
     rows = [
-        (f"[{figure.name}](#{anchor(section.title)})", figure.promised, cells_of(figure).value, reason(figure))
+        (f"[{figure.name}](#{anchor(section.title)})", figure.promised, cells_of(figure).value, reason(figure, section))
         for section, figure in missed
     ]
     columns = ("figure", "promised", "measured", "where the time goes")
@@ -145,9 +156,17 @@ def _chart(figures: Sequence[Figure]) -> str:
     arms = sorted((arm for arm in _arms(figures) if arm.group == CHART), key=lambda arm: arm.milliseconds)
     if not arms:
         return ""
-    rows = [(arm.name, f"{arm.milliseconds:,.0f} ms", _bar(arm.milliseconds / arms[-1].milliseconds)) for arm in arms]
-    head = CHART_HEAD.format(conditions=arms[0].figure.how.partition("; ")[0])
+    longest = arms[-1].milliseconds
+    rows = [(arm.name, f"{arm.milliseconds:,.0f}{NO_BREAK}ms", _bar(arm.milliseconds / longest)) for arm in arms]
+    head = CHART_HEAD.format(conditions=arms[0].figure.how.partition("; ")[0], wide=_in_float32(figures, arms))
     return joined(head, markdown_table(("implementation", "CPU time", ""), rows))
+
+
+def _in_float32(figures: Sequence[Figure], arms: Sequence[Arm]) -> str:
+    """The fastest other code beside ours in float32, where it may be nearer."""
+    times = {arm.name: arm.milliseconds for arm in _arms(figures) if arm.group == CHART.replace("bfloat16", "float32")}
+    others = (arm.name for arm in arms if not arm.name.startswith("ours") and arm.name in times)
+    return next((f"In float32 {name} takes {times[name] / times['ours']:.2g} times our time." for name in others), "")
 
 
 def _bar(part: float) -> str:

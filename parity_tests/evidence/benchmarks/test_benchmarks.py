@@ -2,12 +2,15 @@
 
 import pytest
 
-from parity_tests.evidence.benchmarks.cells import cells_of, reason
+from parity_tests.evidence.benchmarks.__main__ import SECTIONS
+from parity_tests.evidence.benchmarks.cells import cells_of
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.page import text
+from parity_tests.evidence.benchmarks.reasons import reason
 from parity_tests.evidence.benchmarks.stored import Run, Section, read, whole_run, with_section, write
 from parity_tests.evidence.benchmarks.survivors import PARENT
 from parity_tests.evidence.benchmarks.toy import FAILING, killed, toy, toy_case
+from parity_tests.evidence.benchmarks.words import PROMISED, REASONS
 from shardproof.engines.engines import run
 from shardproof.engines.failure import CollectiveMismatch, Deadlock, Died, Raised, RankFailure, Stalled
 from shardproof.places import ROOT
@@ -68,7 +71,7 @@ ARMS = (
 def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", FIGURES),)))
     assert page.startswith("# Benchmarks\n\nOf 2 promised figures 1 are kept and [1 are missed](#missed).")
-    assert "| [late](#times) | <= 0.5 times | 0.6 times | its time: `mm` 61%, `send` 30% |" in page
+    assert "| [late](#times) | <= 0.5 times | 0.6 times | `mm` 61%, `send` 30% |" in page
     assert page.index("## Missed") < page.index("## Times\n\nOnce.\n")
     assert "| early |  |  | 1 s | <= 2 s | kept |" in page
     assert "| late | 2,330 ms | peer 9 ms | 0.6 times | <= 0.5 times | **missed** |" in page
@@ -78,7 +81,31 @@ def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
 
 def test_compiled_graphs_of_one_profile_count_together():
     figure = Figure("compiled", "<= 0.4 times", "0.5 times", False, f"once; {GRAPHS}, mm 11% in 5 calls")
-    assert reason(figure) == "its time: compiled graphs 81%, `mm` 11%"
+    assert reason(figure, Section("Times", ())) == "compiled graphs 81%, `mm` 11%"
+
+
+LATE = "10 times, by round 9 (8 to 12)"
+TRACED = "8 examples in 9 s, 3% of it tracing references and 5% running ranks; slowest: a 4 s, b 2 s, c 1 s"
+
+
+@pytest.mark.parametrize(
+    ("name", "measured", "how", "expected"),
+    [
+        ("loop, 4 rows, alone", LATE, "once", "of the whole: `mm` 61%, `send` 30%"),
+        ("loop, 5 rows", f"{LATE}; the exchange alone 23.2; 5 ms", "once", "its messages: they alone would be 23.2"),
+        ("tour", "9 s", TRACED, "3% tracing references and 5% running ranks; slowest: a 4 s, b 2 s"),
+        ("rate", "79 (70 to 84) examples/s", "once", "the rounds differ by more than what is missed: 70 to 84"),
+        ("rate", "69 (60 to 74) examples/s", "once", "not profiled"),
+    ],
+)
+def test_a_figure_without_a_profile_has_another_reason(name, measured, how, expected):
+    profiled = Figure("loop, 4 rows, over its exchange", "<= 2 times", LATE, False, f"once; {PROFILE}")
+    late = Figure(name, "80 examples/s", measured, False, how)
+    assert reason(late, Section("Times", (profiled, late))).startswith(expected)
+
+
+def test_every_section_says_what_it_promises():
+    assert list(PROMISED) == list(SECTIONS.values()) and set(REASONS) <= set(PROMISED)
 
 
 def test_a_page_says_what_each_section_is_compared_with():
@@ -105,7 +132,7 @@ def test_a_section_measured_on_the_same_machine_does_not_repeat_it():
 
 def test_implementations_of_one_work_have_a_bar_and_a_row_each():
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Peers", ARMS),)))
-    assert f"| ours | 50 ms | {'█' * 8} |\n| theirs | 100 ms | {'█' * 16} |\n" in page
+    assert f"| ours | 50\N{NO-BREAK SPACE}ms | {'█' * 8} |\n| theirs | 100\N{NO-BREAK SPACE}ms | {'█' * 16} |\n" in page
     assert "**logprob, bfloat16**: of two ranks; n=7." in page
     assert "| ours | 50 ms | 1 | 1.13 | 1 all_gather | 768 | 0.5 | kept |" in page
     assert "| theirs | 100 ms | 2 | not seen | not seen |  | 3 | - |" in page
