@@ -51,8 +51,9 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 OURS = ("torch_impl.", "jax_ref.")
 CODE = re.compile(r'(<span class="sig-(?:pre)?name[^"]*">)?<span class="pre">([^<]*)</span>')
-BREAK = re.compile(r"(?<=[._])(?![._])|(?<=[a-z])(?=[A-Z])")
+BREAK = re.compile(r"(?<=[a-z0-9][._])(?![._])|(?<=[a-z])(?=[A-Z])")
 WHOLE = 24  # characters of a word of code up to which it fits into a line, and moves to the next one
+IN_COLUMN = 14  # the same in a column of a phone's table
 
 
 def with_notebooks(app):
@@ -144,7 +145,7 @@ def without_private_names(app, tree):
 
 
 def with_places_to_break(app, page, template, context, tree):
-    """Names in titles, and long ones elsewhere, break between their words; a short option does not break at all."""
+    """Names in titles, long ones elsewhere and all in a column break between their words; a short option does not."""
     if "body" in context:
         context["body"] = CODE.sub(_breakable, context["body"])
     for neighbour in filter(None, (context.get("prev"), context.get("next"))):
@@ -153,9 +154,13 @@ def with_places_to_break(app, page, template, context, tree):
 
 def _breakable(found):
     title, text = found.groups("")
-    if title or len(text) > WHOLE:
-        return f'{title}<span class="pre">{BREAK.sub("<wbr>", text)}</span>'
-    return f'<span class="pre whole">{text}</span>' if "-" in text else found[0]
+    is_whole = not title and len(text) <= WHOLE
+    if is_whole and "-" in text:
+        return f'<span class="pre whole">{text}</span>'
+    if is_whole and len(text) <= IN_COLUMN:
+        return found[0]
+    place = '<wbr class="narrow">' if is_whole else "<wbr>"
+    return f'{title}<span class="pre">{BREAK.sub(place, text)}</span>'
 
 
 def in_mathml(display):
