@@ -32,7 +32,8 @@ def _reasons(figure: Figure, section: Section) -> Iterator[str]:
     if parts := cells_of(figure).parts:
         yield parts
     for examples in EXAMPLES.finditer(figure.how):
-        yield "; slowest: ".join([examples[1].replace(" of it", ""), *SLOWEST.findall(figure.how)])
+        slowest = (re.sub(r"\w+(?= \d)", r"`\g<0>`", names) for names in SLOWEST.findall(figure.how))
+        yield "; slowest: ".join([examples[1].replace(" of it", ""), *slowest])
     for factor in EXCHANGE.findall(figure.measured):
         yield f"its messages: they alone would be {factor} times faster than the loop"
     work = figure.name.rpartition(", ")[0]

@@ -93,7 +93,7 @@ TRACED = "8 examples in 9 s, 3% of it tracing references and 5% running ranks; s
     [
         ("loop, 4 rows, alone", LATE, "once", "of the whole: `mm` 61%, `send` 30%"),
         ("loop, 5 rows", f"{LATE}; the exchange alone 23.2; 5 ms", "once", "its messages: they alone would be 23.2"),
-        ("tour", "9 s", TRACED, "3% tracing references and 5% running ranks; slowest: a 4 s, b 2 s"),
+        ("tour", "9 s", TRACED, "3% tracing references and 5% running ranks; slowest: `a` 4 s, `b` 2 s"),
         ("rate", "79 (70 to 84) examples/s", "once", "the rounds differ by more than what is missed: 70 to 84"),
         ("rate", "69 (60 to 74) examples/s", "once", "not profiled"),
     ],
