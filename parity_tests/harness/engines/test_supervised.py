@@ -174,6 +174,23 @@ lock.acquire()""")
     assert re.fullmatch(rf"{waited} at command.py:{line}\n", out)
 
 
+# The second ends by an exit function of Python's, which waits for the process.
+NEVER_EXITS = {
+    "of_its_own": "import atexit\natexit.register(time.sleep, 1000)",
+    "of_multiprocessing": "import multiprocessing\n"
+    "multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)).start()",
+}
+
+
+@pytest.mark.fast_values(1)
+@pytest.mark.parametrize("how", NEVER_EXITS)
+def test_an_exit_function_that_waits_for_ever_ends_after_the_verdicts(how):
+    status, out, err = ended(python(short(f"{NEVER_EXITS[how]}\nprint('equal')")))
+    assert (status, out) == (RANK_FAILED, "equal\n")
+    waited = r"the process of the command has waited for \d+ s, in which none of its processes computed"
+    assert re.fullmatch(rf"shardproof: {waited}.*, after all verdicts were printed\n", err)
+
+
 GOES_ON = {
     "computes": """journal.current.begin('first')
 end = time.monotonic() + 2

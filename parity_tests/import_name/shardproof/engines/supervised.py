@@ -3,8 +3,9 @@
 On lockstep the ranks are threads of the command, and references, draws and imports run in it too: a crash in native
 code, a signal or `os._exit` ends the whole process. The parent, which has loaded nothing, waits. It believes a status
 only if the child has recorded it as its last act (last_words.py). It ends a child that is stopped, whose interpreter is
-not free any more during a run of lockstep, or that waits in a scheme for what never comes. If schemes are left to judge
-after a death, it starts another child, which takes the verdicts so far from the journal (journal.py).
+not free any more during a run of lockstep, or that waits for what never comes, in a scheme or in an exit function. If
+schemes are left to judge after a death, it starts another child, which takes the verdicts so far from the journal
+(journal.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ENGINE = "torchrun"  # where RANK alone is set, only a command with this argumen
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
 TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
-IDLE_S = 120.0  # beyond the limit of a run, how long all processes of the command may be idle in a scheme
+IDLE_S = 120.0  # beyond the limit of a run, how long all processes of the command may be idle in a user's code
 STOPPED_S = 3.0  # how long a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end, in which the child can compute
 TELLING_S = 20.0  # how long a process that can compute may take to print the verdicts of another
@@ -390,7 +391,8 @@ class _Watch:
         if limit and self._seconds >= limit + MARGIN_S:
             return "silent", self._seconds
         idle = 0.0 if self._idleness is None else self._idleness.look()
-        is_late = idle >= IDLE_S + self._words.run_limit and self._journal.begun is not None
+        waits_for_users_code = self._journal.begun is not None or self._words.is_judged  # or for its exit functions
+        is_late = idle >= IDLE_S + self._words.run_limit and waits_for_users_code
         return ("idle", idle) if is_late else ("", 0.0)
 
 
