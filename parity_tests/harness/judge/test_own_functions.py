@@ -41,7 +41,9 @@ ANSWERS = {"equal": True, "finfo": SimpleNamespace(eps=1e30, tiny=1e30, smallest
 def test_so_is_what_makes_arrays_of_tensors(owner, name, monkeypatch):
     """The inputs of the reference are such arrays, and so are the results of the ranks: all would be 0."""
     before = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *given: ANSWERS[name] if name in ANSWERS else 0 * before(*given))
+    monkeypatch.setattr(
+        owner, name, lambda *given, **how: ANSWERS[name] if name in ANSWERS else 0 * before(*given, **how)
+    )
     scheme = declared(lambda mesh, x: x * 3, inputs={"x": "b/tp"})
     with pytest.raises(ValueError, match=rf"torch\.(Tensor\.)?{name} has been replaced"):
         scheme.verify(examples=1, tp=2)

@@ -23,9 +23,11 @@ OF_TORCH = (
     (torch.Tensor, "contiguous"),
     (torch.Tensor, "double"),
     (torch.Tensor, "numpy"),
+    (torch.Tensor, "to"),
     (torch, "equal"),
     (torch, "finfo"),
     (torch, "from_numpy"),
+    (torch, "tensor"),
 )
 
 
