@@ -62,6 +62,27 @@ def fresh_state(monkeypatch):
     monkeypatch.setattr(verify_one_case, "run", run_afresh)
 
 
+def frozen(mesh, a, b):
+    a.requires_grad_(False)
+    return 2 * a, 2 * b
+
+
+def with_a_backward_of_its_own(mesh, a, b):
+    if a.requires_grad:
+        (3 * a).sum().backward()
+    return 2 * a, 2 * b
+
+
+def doubles(leaf):
+    leaf.grad.mul_(2)
+
+
+def doubled_as_it_is_accumulated(mesh, a, b):
+    if a.requires_grad:
+        a.register_post_accumulate_grad_hook(doubles)
+    return 2 * a, 2 * b
+
+
 def with_two_inputs(function, *excluded):
     return scheme(
         reference=lambda a, b: (2.0 * a, 2.0 * b), mesh={"tp": (1, 2)}, inputs={"a": "b v/tp", "b": "b v/tp"},
@@ -89,6 +110,21 @@ def test_a_caller_may_write_into_the_gradients_of_a_first_backward():
     assert verify_case(declaration, case.replace(conditions={"second_backward": True})).ok
     report = verify_case(declaration, case.replace(conditions={"second_backward": True, "overwritten": True}))
     assert [tensor.label for tensor in report.tensors if not tensor.ok] == ["d/d a"], str(report)
+
+
+@pytest.mark.parametrize("function", [frozen, doubled_as_it_is_accumulated])
+@pytest.mark.parametrize("conditions", [{}, {"second_backward": True}, {"unused": ("out[0]",)}])
+def test_a_function_may_not_edit_how_its_inputs_get_their_gradients(function, conditions):
+    declaration = with_two_inputs(function)
+    report = verify_case(declaration, declaration.case(b=2, v=4, tp=2).replace(conditions=conditions))
+    wrong = [] if "unused" in conditions else ["d/d a"]
+    assert [tensor.label for tensor in report.tensors if not tensor.ok] == wrong, str(report)
+
+
+def test_a_function_may_not_leave_a_gradient_to_which_its_caller_adds():
+    declaration = with_two_inputs(with_a_backward_of_its_own)
+    report = verify_case(declaration, declaration.case(b=2, v=4, tp=2))
+    assert report.verdict == "hygiene" and "input 'a' was left with a gradient of its own in .grad" in str(report)
 
 
 def test_rows_may_be_in_another_order():

@@ -113,7 +113,8 @@ def gradients(
     such a function cannot be called twice, but not that its second backward is wrong.
     """
     again = bool(case.conditions.get("second_backward"))
-    one_backward = _by_backward if _has_reentrant_checkpoint(outputs) else _by_grad
+    has_hooks = any(variable._post_accumulate_grad_hooks for variable in variables)
+    one_backward = _by_backward if has_hooks or _has_reentrant_checkpoint(outputs) else _by_grad
     if not again:
         return one_backward(outputs, variables, cotangents, retain_graph=False)
     is_overwritten = case.conditions.get("overwritten")
@@ -167,9 +168,10 @@ def total_with(cotangents: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
 def _by_backward(
     outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], *, retain_graph: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as `backward()` leaves them in `.grad`, for functions that reject `torch.autograd.grad`."""
-    for variable in variables:  # a function may have run a backward of its own
-        variable.grad = None
+    """The gradients as `backward()` leaves them in `.grad`, for functions that `torch.autograd.grad` does not serve.
+
+    They reject it, or edit `.grad` in hooks, which it does not call.
+    """
     torch.autograd.backward(total_with(cotangents, outputs), retain_graph=retain_graph)
     results = tuple(variable.grad for variable in variables)
     for variable in variables:

@@ -50,15 +50,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def gradients(module: nn.Module, tree: str, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """The accumulated gradient of every input: for inputs of `tree` the parameter's, for others their own.
+def gradients(module: nn.Module, tree: str, variables: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """The accumulated gradient of every variable: for those of `tree` the parameter's, for others their own.
 
     Errors: KeyError for a parameter of the tree that the module lacks.
     """
     accumulated = {f"{tree}.{name}": parameter.grad for name, parameter in named_parameters(module)}
     gradient_by_name = {}
-    for name, leaf in leaves.items():
-        if leaf.requires_grad:
-            gradient = accumulated[name] if name.startswith(f"{tree}.") else leaf.grad
-            gradient_by_name[name] = None if gradient is None else local(gradient)
+    for name, variable in variables.items():
+        gradient = accumulated[name] if name.startswith(f"{tree}.") else variable.grad
+        gradient_by_name[name] = None if gradient is None else local(gradient)
     return gradient_by_name

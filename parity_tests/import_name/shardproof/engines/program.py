@@ -312,6 +312,8 @@ class ProgramCall:
         device = self.view.device_mesh.device_type
         each = {arg.name: program._leaf(arg, case, self.coords, device) for arg in program.inputs}
         self.leaves = calling.in_one_storage(each, case)
+        # A function may turn the gradient of an input off, which is then missing and not left out.
+        self.variables = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         self.leaves_before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
         self.module: torch.nn.Module | None = None
         self.outputs: dict[str, torch.Tensor] = {}
@@ -332,23 +334,23 @@ class ProgramCall:
     def backward(self) -> dict[str, torch.Tensor | None]:
         """The gradient of each input that requires one; None if no output depends on it."""
         if self.module is not None:
-            return modules.gradients(self.module, self.program.module or "", self.leaves)
+            return modules.gradients(self.module, self.program.module or "", self.variables)
         variables, outputs = self.differentiated()
         self.cotangents = self.drawn_cotangents(outputs)
         self.cotangents_before = {name: cotangent.clone() for name, cotangent in self.cotangents.items()}
         # An input that the function returns unchanged requires grad even under no_grad.
         if not variables or not outputs or set(conditions.WITHOUT_GRADIENTS) & set(self.case.conditions):
-            return dict.fromkeys(variables)
+            return dict.fromkeys(self.variables)
         both = list(outputs.values()), list(variables.values())
         results = calling.gradients(*both, list(self.cotangents.values()), self.case)
-        return dict(zip(variables, results, strict=True))
+        return dict.fromkeys(self.variables) | dict(zip(variables, results, strict=True))
 
     def differentiated(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Inputs that require a gradient, and outputs that have a cotangent."""
+        """Inputs that still require a gradient, and outputs that have a cotangent."""
         unused = self.case.conditions.get("unused", ())
         names = [arg.name for arg in self.program.outputs if arg.differentiable and arg.name not in unused]
         outputs = {name: self.outputs[name] for name in names if self.outputs[name].requires_grad}
-        return {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}, outputs
+        return {name: leaf for name, leaf in self.variables.items() if leaf.requires_grad}, outputs
 
     def drawn_cotangents(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
@@ -369,7 +371,20 @@ class ProgramCall:
         return [
             *_modified("input", self.leaves_before, self.leaves),
             *_modified("cotangent", self.cotangents_before, self.cotangents),
+            *self._accumulated(),
             *calling.shared_with_inputs(self.outputs, self.leaves, self.case),
+        ]
+
+    def _accumulated(self) -> list[str]:
+        """A sentence on each input that the function has left a gradient in: a caller's backward would add to it.
+
+        The function of a scheme with `module=` is the caller itself.
+        """
+        variables = {} if self.module is not None else self.variables
+        return [
+            f"input '{name}' was left with a gradient of its own in .grad, to which a caller's backward() adds"
+            for name, variable in variables.items()
+            if variable.grad is not None
         ]
 
 
