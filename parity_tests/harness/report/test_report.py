@@ -164,6 +164,11 @@ def test_verdicts_and_exceptions():
         report_of(wrong_backwards, nograd=()).raise_if_failed()
 
 
+def test_only_a_report_that_is_equal_is_true():
+    """As in `assert scheme.verify()`."""
+    assert report_of(unharmed) and not report_of(doubled) and not report_of(broken)
+
+
 def test_short_numbers():
     tensor = report_of(doubled).tensors[0]
     assert (tensor.error, tensor.where, tensor.label, tensor.dtype) == (1.0, (0,), "out", "float32")

@@ -17,7 +17,7 @@ def blamed_rows(report: Report, by: Report | None = None) -> list[LedgerRow]:
     For a failed rank, that is its last row at the line of the failure. Otherwise they are the rows at the call sites of
     the notes and the protocol's findings, and the rows of ops whose calls or bytes are not as declared.
     """
-    by = by or report
+    by = report if by is None else by
     failure = by.failure
     if failure is not None:
         here = (failure.op, failure.source)

@@ -129,9 +129,14 @@ def _headline(report: Report) -> str:
     )
 
 
+def _clearest(report: Report) -> Report:
+    """The report of the larger case that shows more of the mistake, if there is one."""
+    return report if report.clearer_report is None else report.clearer_report
+
+
 def _blamed(report: Report) -> Element | None:
     """The lines that the report blames, in its clearest case."""
-    rows = blamed_rows(report.clearer_report or report, report)
+    rows = blamed_rows(_clearest(report), report)
     lines = list(dict.fromkeys(f"{row.op} at {row.source}" for row in rows))
     return tag("p", tag("span", "blamed", class_="badge"), " ", tag("code", ", ".join(lines))) if lines else None
 
@@ -160,12 +165,12 @@ def _notes(report: Report) -> list[Element]:
 
 def _pictures(report: Report) -> list[Element]:
     """The clearest case in full, and the smallest case if it is a different case."""
-    example = report.clearer_report or report
+    example = _clearest(report)
     blamed = blamed_rows(example, report)
-    what = "The clearest case" if report.clearer_report else _kind(report)
+    what = "The clearest case" if example is not report else _kind(report)
     parts = [tag("h2", f"{what}: {_case(example)}"), *_exchanges(example, blamed)]
     parts += [tag("h2", "Tensors"), maps(example)] if example.tensors else []
-    if report.clearer_report:
+    if example is not report:
         summary = tag("summary", f"{_kind(report)}: {_case(report)}")
         parts.append(tag("details", summary, *_exchanges(report, blamed_rows(report)), maps(report)))
     return parts
@@ -198,8 +203,8 @@ def _replay(report: Report) -> list[Element]:
     if report.replay:
         commands = f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"
         parts.append(tag("pre", commands, class_="terminal"))
-    example = report.clearer_report or report
+    example = _clearest(report)
     call = f"verify_case({report.scheme.rpartition(':')[2]}, CaseSpec.from_json({example.case.json!r}))"
     lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"
-    which = "The clearest case, in Python:" if report.clearer_report else "In Python:"
+    which = "The clearest case, in Python:" if example is not report else "In Python:"
     return [*parts, tag("p", which), tag("pre", lines)]

@@ -128,6 +128,9 @@ class Report:
         besides_values = self.protocol or self.cost or self.hygiene or self.is_undecided
         return self.failure is None and not besides_values and all(tensor.ok for tensor in self.tensors)
 
+    def __bool__(self) -> bool:
+        return self.ok  # for `assert scheme.verify()`
+
     @property
     def failed(self) -> bool:
         """Neither equal nor undecided: a mismatch or a failed rank."""
