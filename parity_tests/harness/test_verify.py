@@ -7,7 +7,7 @@ import torch
 
 from shardproof import scheme, values
 from shardproof.draw.drawing import meshes_left_out
-from shardproof.verification import VALUE_EXAMPLES, NothingCompared
+from shardproof.verification import VALUE_EXAMPLES, NothingCompared, verify
 
 
 def declared(function, **more):
@@ -46,6 +46,16 @@ def test_with_all_dims_passed_each_mesh_that_fits_them_is_tried():
 
 def tripled(mesh, x):
     return x * 3
+
+
+@pytest.mark.usefixtures("unexplained")
+def test_a_case_on_several_ranks_is_run_however_few_are_asked_for():
+    """On one rank nothing is sharded, so a mistake cannot show."""
+    declaration = declared(lambda mesh, x: x * 3 * mesh.size("tp"), mesh={"tp": (1, 2)})
+    reports = [declaration.verify(examples=1, seed=seed) for seed in range(4)]
+    reports += [verify(declaration, limit_s=0.0), declaration.verify(examples=1, seed=0, b=6)]
+    assert [report.ok for report in reports] == [False] * len(reports)
+    assert declaration.verify(examples=1, tp=1).ok and verify(declaration, fixed={"tp": 1}, limit_s=0.0).examples == 1
 
 
 @pytest.mark.slow

@@ -206,16 +206,20 @@ def _first_cases(
 ) -> tuple[list[CaseSpec], int]:
     """The cases that are not drawn, and the total number of examples to draw up to.
 
-    For one example it is the seed's case. If all dims are given, there is one case for each mesh and dtype and, on
-    lockstep if the caller gave neither a number of examples nor `inside_subgroup`, one inside a larger world. If only
-    values are left to draw, there are at least VALUE_EXAMPLES, because some mistakes with masks, ids or lengths show
-    only for a few values.
+    For one example it is the seed's case, on several ranks if a mesh has them: one rank shards nothing. If all dims are
+    given, there is one case for each mesh and dtype and, on lockstep if the caller gave neither a number of examples
+    nor `inside_subgroup`, one inside a larger world. If only values are left to draw, there are at least
+    VALUE_EXAMPLES, because some mistakes with masks, ids or lengths show only for a few values.
     """
     default_options = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
     seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **default_options)
     cases = _case_of_each_mesh_and_dtype(scheme, fixed, default_options, seed)
     total = examples or (EXAMPLES[profile()] if _is_open(scheme, fixed) else len(cases))
     if examples == 1:
+        several = _meshes_of_several_ranks(scheme, fixed, draw_options["world"])
+        if several and seeded_case.scheme_mesh not in several:
+            mesh = several[seed % len(several)]
+            seeded_case = draw_case(scheme, seeded_chooser(seed), {**fixed, **mesh}, seed=seed, **default_options)
         return [seeded_case], total
     if total < len(cases):
         return [], total
@@ -228,6 +232,10 @@ def _first_cases(
         choosers = (even_chooser(number, seed) for number in range(len(cases), VALUE_EXAMPLES))
         cases += [draw_case(scheme, choose, fixed, **default_options) for choose in choosers]
     return cases, total
+
+
+def _meshes_of_several_ranks(scheme: Declared, fixed: Mapping[str, Any], world: int | None) -> list[dict[str, int]]:
+    return [mesh for mesh in fitting_meshes(scheme, fixed, world) if math.prod(mesh.values()) > 1]
 
 
 def _long_cases(
@@ -343,8 +351,10 @@ def _search(
 ) -> Search:
     """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases.
 
-    At least one case is drawn, and none later than `until` on the clock of `time.perf_counter`.
+    At least one case is drawn, and one on several ranks if a mesh has them; none other later than `until` on the clock
+    of `time.perf_counter`.
     """
+    several = _meshes_of_several_ranks(scheme, fixed, draw_options["world"])
 
     def draw(choose: Chooser) -> CaseSpec:
         options = {**draw_options, "limit": SHAPES[profile()], "with_conditions": True}
@@ -363,7 +373,8 @@ def _search(
             if "gloo" in scheme.engines:
                 pool.start_ahead()  # ranks for the second opinion
             return _with_simplest(scheme, reports, draw, chooser)
-        if time.perf_counter() > until:
+        are_sharded = not several or any(report.case.scheme_mesh in several for report in reports)
+        if are_sharded and time.perf_counter() > until:
             break
     return Search(reports)
 
