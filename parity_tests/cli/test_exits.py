@@ -135,6 +135,16 @@ IMPORT = {
 }
 
 
+def test_a_file_that_hides_a_module_of_python_and_exits_gives_no_status_0():
+    Path("json.py").write_text("raise SystemExit(0)")
+    command = [sys.executable, "-m", "shardproof", "verify", written("wrong.py", WRONG)]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": PATH}, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    sentence = f"shardproof: {Path('json.py').absolute()}:1 exits when it is imported; give the file another name\n"
+    assert (done.returncode, done.stderr) == (RANK_FAILED, sentence)
+
+
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("call", IMPORT)
 def test_an_import_that_exits_costs_only_the_schemes_below_it(call):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardproof import lazy_names
 
@@ -36,6 +36,18 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
+def _end_without_verdict(left: SystemExit) -> NoReturn:
+    """`python -m` finds a file of the working folder before Python's module of the name, and it may exit with 0."""
+    import traceback
+
+    from shardproof.endings.exit_status import RANK_FAILED
+
+    *_, at = traceback.extract_tb(left.__traceback__)
+    sentence = f"{at.filename}:{at.lineno} exits when it is imported; give the file another name"
+    print(f"shardproof: {sentence}", file=sys.stderr)
+    sys.exit(RANK_FAILED)
+
+
 def main() -> None:
     """The command `shardproof`."""
     from importlib.util import find_spec
@@ -44,9 +56,11 @@ def main() -> None:
         print(f"shardproof: needs {', '.join(missing)}; {_INSTALL}", file=sys.stderr)
         sys.exit(2)
     try:
-        from shardproof.cli.app import main
-        from shardproof.engines.supervised import supervised
-
+        try:
+            from shardproof.cli.app import main
+            from shardproof.engines.supervised import supervised
+        except SystemExit as left:
+            _end_without_verdict(left)
         if sys.argv[1:] and sys.argv[1] in _RUN_USERS_CODE:
             raise SystemExit(supervised(main))  # a user's code may have replaced sys.exit
         main()
