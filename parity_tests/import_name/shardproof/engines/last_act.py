@@ -16,7 +16,7 @@ from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, INTERRUPTED_SE
 from shardproof.endings.last_words import LastWords
 from shardproof.engines.processes import orphans
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (signal.SIGINT, *signals.ASKING)
 
 
 def recorded(call: Callable[[], int | None], words: LastWords) -> int:

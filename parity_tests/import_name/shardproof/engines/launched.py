@@ -19,7 +19,7 @@ from shardproof.endings.exit_status import INTERNAL, RANK_FAILED
 from shardproof.endings.journal import Journal
 from shardproof.endings.last_words import LastWords
 from shardproof.engines import last_act
-from shardproof.engines.last_act import PASSED_ON, complain, flush
+from shardproof.engines.last_act import complain, flush
 from shardproof.engines.processes import orphans
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardproof.engines.failure import RankFailure
 
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
+SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by a launcher that ends
 TICK_S = 0.5
 PATIENCE_S = 25.0  # torchrun kills what has not ended 30 s after it was asked to
 ORPHANS_S = 2.0  # how long the processes of an ended rank get to end by themselves
@@ -51,7 +52,7 @@ class Rank:
 
     def status(self) -> int:
         """How the rank has ended; where a signal has ended it, this process ends by the same one."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*SENT, signal.SIGCHLD))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         orphans.adopt()
         orphans.tie(self._agent, signal.SIGCHLD)  # ends the wait, as the end of a child does
@@ -63,7 +64,7 @@ class Rank:
         rank = int(os.environ.get("RANK", "0"))
         died = f"rank {rank} {ending(code)} before it reported"
         sentence = f"died: {died}"
-        if self._journal.begun is not None and code != RANK_FAILED and -code not in PASSED_ON:
+        if self._journal.begun is not None and code != RANK_FAILED and -code not in SENT:
             from shardproof.engines.failure import Died
 
             self._exit_code(Died(died, rank=rank))
@@ -88,7 +89,7 @@ class Rank:
         code: int | None = None
         ends = math.inf
         while code is None:
-            received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), TICK_S)
+            received = signal.sigtimedwait((*SENT, signal.SIGCHLD), TICK_S)
             if received is not None and received.si_signo == signal.SIGTERM:
                 os.kill(child, signal.SIGTERM)  # a launcher sends the other signals to the whole group of processes
                 ends = min(ends, time.monotonic() + PATIENCE_S)

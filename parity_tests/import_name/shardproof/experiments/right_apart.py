@@ -23,7 +23,7 @@ import torch
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
-from shardproof.endings import exits
+from shardproof.endings import exits, signals
 from shardproof.endings.raised import none_if_raised
 from shardproof.engines.engines import run
 from shardproof.engines.failure import RankFailure
@@ -155,7 +155,7 @@ def _start(
 def _run(parent: int, pipe: int, job: Callable[[], None]) -> NoReturn:
     """In the forked process: do the job in silence, and end without the interpreter's clean-up."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, *signals.ASKING):
             signal.signal(number, signal.SIG_DFL)
         orphans.tie(parent)
         nothing = os.open(os.devnull, os.O_RDWR)
