@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests import warm_python
-from parity_tests.specimens.user_files import RIGHT, WRONG, written
+from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, WRONG, written
 from shardproof import places
 from shardproof.declare import discover
 
@@ -87,6 +87,16 @@ def test_a_file_that_is_wrong(shardproof, mistake):
     body, sentence = MISTAKES[mistake]
     status, out, err = shardproof("verify", written("bad.py", body), "--examples", "2")
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+@pytest.mark.parametrize("targets", [("bad.py", "wrong.py"), (".",)])
+def test_a_file_that_cannot_be_imported_costs_no_verdict_of_another(shardproof, targets):
+    body, sentence = MISTAKES["import"]
+    written("bad.py", body, RIGHT), written("wrong.py", WRONG, **LOCKSTEP)
+    status, out, _ = shardproof("verify", *targets, "--examples", "2", "--json", "o.json")
+    record = json.loads(Path("o.json").read_text())
+    assert (status, [report["verdict"] for report in record["reports"]]) == (1, ["mismatch"])
+    assert list(record["not_judged"].values()) == [sentence] and f"not judged: {sentence}" in out
 
 
 TYPO = RIGHT.replace("right", "typo").replace("(typo)", "(typo, outputs='b/tq')")

@@ -25,7 +25,7 @@ from shardproof.declare.failed_declaration import FailedDeclaration, FailedImpor
 from shardproof.declare.mentioned import declares
 from shardproof.declare.own_modules import check_own_modules, is_beside
 from shardproof.endings import exits, journal
-from shardproof.endings.exit_status import RANK_FAILED
+from shardproof.endings.exit_status import RANK_FAILED, USAGE
 from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
@@ -105,6 +105,10 @@ class LeftImport(UnusableTarget):
         self.line = line
 
 
+class BrokenImport(UnusableTarget):
+    """A file whose import raises; the message names the line."""
+
+
 class NeedsExtra(UnusableTarget):
     """A file that needs a package which is not installed; the message names the extra."""
 
@@ -126,6 +130,14 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
         """The same file, also after an earlier one has changed the working folder when it was imported."""
         return str(file) if os.getcwd() == here else os.path.join(here, file)
 
+    def of_one_of_several(file: str) -> Sequence[Declared | FailedDeclaration | FailedImport]:
+        """The import of one file may fail: the others are judged all the same."""
+        try:
+            return declarations_of_file(file)
+        except BrokenImport as broken:
+            path = Path(file).resolve()
+            return [FailedImport(path.name, str(path), _line_of(path, str(broken)), str(broken), USAGE)]
+
     for target in targets or ["*"]:
         file, _, name = target.partition("::")
         path = Path(still(target)) if targets else Path(target)
@@ -136,9 +148,9 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
             files = [file for file in python_files(path) if declares(file)]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
-            found = [each for file in files for each in declarations_of_file(still(file))]
+            found = [each for file in files for each in of_one_of_several(still(file))]
         elif path.suffix == ".py" or path.is_file():
-            found = declarations_of_file(still(target))
+            found = (declarations_of_file if len(targets) == 1 else of_one_of_several)(still(target))
         else:
             found = _schemes_by_pattern(target)
         by_key |= {each.key: each for each in found}
@@ -147,9 +159,9 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
 
 def _usable(declarations: Sequence[Declared | FailedDeclaration | FailedImport]) -> list[Declared]:
     for each in declarations:
-        if isinstance(each, FailedImport):
+        if isinstance(each, FailedImport) and each.status != USAGE:
             raise LeftImport(each.sentence, each.line)
-        if isinstance(each, FailedDeclaration):
+        if not isinstance(each, Declared):
             raise UnusableTarget(each.sentence)
     return [each for each in declarations if isinstance(each, Declared)]
 
@@ -266,7 +278,7 @@ def module_of_file(file: str) -> ModuleType:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(TESTS):
             raise NeedsExtra(f"needs {package}; pip install -e '.[{EXTRAS[package]}]' in the clone") from error
-        raise UnusableTarget(f"cannot import {file}{_message_of(error, path)}") from error
+        raise BrokenImport(f"cannot import {file}{_message_of(error, path)}") from error
 
 
 def _line_of(path: Path, sentence: str) -> int:
