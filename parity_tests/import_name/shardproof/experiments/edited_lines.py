@@ -3,8 +3,9 @@
 The mistake may be in the order of two names, a border, a sign or a part that is left out, which the numbers do not
 tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
-drawn cases. Edits that apply a factor or a mask that is never read come first, then those that leave out or exchange a
-part, then those that add one; of these, lines that run in failing cases alone come first.
+drawn cases, and if every line that ran in the failing case still runs in one of them: an edit may also lead around the
+mistake, into another branch. Edits that apply a factor or a mask that is never read come first, then those that leave
+out or exchange a part, then those that add one; of these, lines that run in failing cases alone come first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -89,12 +92,13 @@ def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple
     mending: list[LineEdit] = []
     for rank, edits in sorted(by_rank.items()) if judged and [*known, *drawn] else ():
         of_rank = _right(scheme, edits, judged, SEARCH_S[rank])
-        proven = _right(scheme, of_rank, [*known, *drawn], PROOF_S)
+        proven = _reaching(_right(scheme, of_rank, [*known, *drawn], PROOF_S), scheme, [*judged, *known, *drawn])
         if proven:
             return _smallest_of_lines(proven), ""
         mending += of_rank
     ordinary = _with_ordinary_values(scheme, drawn) if mending else []
     proven = _right(scheme, mending, [*known, *ordinary], PROOF_S) if ordinary else []
+    proven = _reaching(proven, scheme, [*judged, *known, *ordinary])
     return _smallest_of_lines([edit for edit in proven if edit.rank == proven[0].rank]), ORDINARY
 
 
@@ -119,6 +123,42 @@ def _with_ordinary_values(scheme: Declared, drawn: Sequence[JudgedCase]) -> list
 
 def _right(scheme: Declared, edits: Sequence[LineEdit], judged: Sequence[JudgedCase], seconds: float) -> list[LineEdit]:
     return [edits[number] for number in which_are_right(scheme, edits, judged, seconds)] if edits else []
+
+
+@dataclass(frozen=True)
+class _Reaching:
+    """An edit that applies if every line of the first case still runs, in that case or in another one.
+
+    A right function has no branch that is never taken: if one is left, the mistake may stand in it.
+    """
+
+    edit: LineEdit
+    scheme: Declared
+    judged: Sequence[JudgedCase]
+    before: frozenset[tuple[str, int]]
+
+    @contextmanager
+    def applied(self) -> Iterator[bool]:
+        with self.edit.applied() as is_applied:
+            yield is_applied and self._reaches()
+
+    def _reaches(self) -> bool:
+        kept = caches()
+        left = {line for line in self.before if line[0] != self.edit.unit.file or line[1] not in self.edit.own_lines}
+        for each in self.judged:
+            left -= _lines(running_functions(self.scheme, each.case, kept))
+            if not left:
+                return True
+        return False
+
+
+def _reaching(edits: Sequence[LineEdit], scheme: Declared, judged: Sequence[JudgedCase]) -> list[LineEdit]:
+    """The edits that lead around no line of the first case."""
+    if not edits:
+        return []
+    before = frozenset(_lines(running_functions(scheme, judged[0].case, caches())))
+    reaching = [_Reaching(edit, scheme, judged, before) for edit in edits]
+    return [edits[number] for number in which_are_right(scheme, reaching, (), PROOF_S)]
 
 
 def _other_cases(

@@ -95,6 +95,13 @@ class LineEdit:
         same = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
         return len(old) + len(new) - 2 * sum(block.size for block in same)
 
+    @property
+    def own_lines(self) -> range:
+        """The lines of the statement that it changes; of a compound one, which has a body, those before the body."""
+        statement: Any = self.around[-1] if isinstance(self.old, ast.expr) else self.old
+        body = getattr(statement, "body", ()) if isinstance(self.old, ast.expr) else ()
+        return range(statement.lineno, body[0].lineno if body else statement.end_lineno + 1)
+
     def is_condition_of(self, other: LineEdit) -> bool:
         """Whether it is in the test of an `if`, and the other edit in a line that runs if the test is true."""
         match self.around[-1]:
