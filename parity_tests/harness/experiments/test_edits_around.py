@@ -1,4 +1,6 @@
-"""Edits that make every tensor right and name the wrong line: another branch."""
+"""Edits that make every tensor right and name the wrong line: another branch, or the call of a wrong function."""
+
+import importlib.util
 
 import torch
 
@@ -24,3 +26,31 @@ def test_a_branch_that_no_case_takes_hides_no_line():
     )
     line = line_of(squares_of_first_rows, "x[0]")
     assert note == f"{RIGHT_ONCE}{line} has `x[i].square()`, not `x[0].square()`"
+
+
+LIBRARY = """
+from torch_impl.collectives import all_reduce
+
+def damped(x, own_rows, group_of_rows):
+    mean = all_reduce(x.sum(0), group_of_rows) / own_rows
+    return x / (1 + mean * mean)
+"""
+
+
+def test_a_wrong_function_is_named_before_its_call(tmp_path):
+    """Either line may take the number of ranks, the call with fewer letters."""
+    file = tmp_path / "library.py"
+    file.write_text(LIBRARY)
+    spec = importlib.util.spec_from_file_location("library", file)
+    library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+
+    def of_a_library(mesh, x):
+        return library.damped(x, len(x), mesh["tp"])
+
+    note = first_note(
+        of_a_library, lambda x: x / (1.0 + x.mean(0, keepdims=True) ** 2), {"x": "s/tp d"}, "s/tp d",
+        {"tp": 2, "s": 8, "d": 3}, nograd=("x",),
+    )  # fmt: skip
+    assert note.startswith(f"{RIGHT_ONCE}library.py:5 has ")
+    assert "or once" not in note

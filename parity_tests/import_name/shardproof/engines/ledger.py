@@ -33,7 +33,7 @@ _HARNESS = f"{SHARDPROOF}/"
 _LIKE_A_USERS = tuple(f"{SHARDPROOF}/{place}" for place in ("cli/wrong_schemes.py", "tracing/", "training/"))
 _MESH_VIEW = str(TORCH_IMPL / "collectives" / "mesh.py")
 _CONTRACT = str(TORCH_IMPL / "contract")
-_COLLECTIVES = str(TORCH_IMPL / "collectives")
+COLLECTIVES = str(TORCH_IMPL / "collectives")
 
 
 @cache
@@ -210,7 +210,7 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        is_collective = name.startswith(_COLLECTIVES)
+        is_collective = name.startswith(COLLECTIVES)
         if (is_collective or name.startswith(_TORCH)) and "ctx" in frame.f_code.co_varnames:
             node = frame.f_locals.get("ctx", node)
         if is_collective:
@@ -237,7 +237,7 @@ def line_of_thread(thread: int | None) -> str | None:
             users = of_library = None
         elif not is_plumbing(name):
             line = f"{base(name)}:{frame.f_lineno}"
-            if "site-packages" in name or name.startswith(_COLLECTIVES):
+            if "site-packages" in name or name.startswith(COLLECTIVES):
                 of_library = of_library or line
             else:
                 users = users or line

@@ -5,7 +5,8 @@ tell. So the failing case runs again with one edit of one line at a time (see li
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
 drawn cases, and if every line that ran in the failing case still runs in one of them: an edit may also lead around the
 mistake, into another branch. Edits that apply a factor or a mask that is never read come first, then those that leave
-out or exchange a part, then those that add one; of these, lines that run in failing cases alone come first.
+out or exchange a part, then those that add one, then those of the collectives and of the call; of these, lines that
+run in failing cases alone come first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shardproof.declare.declared import Declared
 from shardproof.draw.choosers import even_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.endings.raised import none_if_raised
+from shardproof.engines.ledger import COLLECTIVES
 from shardproof.experiments import cases
 from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE, UNREAD
 from shardproof.experiments.edited_programs import RIGHT_ONCE
@@ -35,9 +37,12 @@ from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN, SAME_VALUES
+from shardproof.places import TESTS
 from shardproof.report.report import Report
 
-SEARCH_S = {UNREAD: 2.0, LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5}  # of computing in each process, for edits of a rank
+AROUND = ADDED + 1  # rank of the edits of a caller and of collectives: they may undo what the code between them does
+# Of computing in each process, for edits of a rank.
+SEARCH_S = {UNREAD: 2.0, LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5, AROUND: 2.0}
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
 MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
@@ -181,13 +186,22 @@ def _by_rank(
     only_gradients = all(tensor.ok for tensor in report.tensors if tensor.role == "output")
     of_backward = {code for code, running in functions.items() if running.in_backward}
     suspicion = _suspicion(scheme, functions, others, kept)
+    around = _files_around(scheme, {code.co_filename for code in functions})
     by_rank: dict[int, list[LineEdit]] = {}
     for edit in sorted(
         edits,
         key=lambda edit: ((edit.unit.code in of_backward) != only_gradients, -suspicion[edit.unit.file, edit.line]),
     ):
-        by_rank.setdefault(edit.rank, []).append(edit)
+        by_rank.setdefault(AROUND if edit.unit.file in around else edit.rank, []).append(edit)
     return by_rank
+
+
+def _files_around(scheme: Declared, files: set[str]) -> set[str]:
+    """Of the files that run, those around the code to verify: our collectives, and the scheme's if it calls others."""
+    collectives = {file for file in files if file.startswith(COLLECTIVES)}
+    if scheme.file.startswith(str(TESTS / "collectives")):
+        collectives.clear()
+    return collectives | (set() if files <= {*collectives, scheme.file} else {scheme.file})
 
 
 def _suspicion(
