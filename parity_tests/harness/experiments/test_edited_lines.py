@@ -19,6 +19,7 @@ from shardproof.experiments.names import Names
 from shardproof.experiments.notes import check_notes
 from shardproof.experiments.right_apart import JudgedCase, which_are_right
 from shardproof.experiments.running_lines import running_functions
+from shardproof.experiments.statement_alternatives import of_statement
 from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_reduce, ring_shift
 
@@ -326,6 +327,16 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("a.sin()", "-a.sin()"),
         ("view.rank('tp')", "view.rank('tp') + 1"),
         ("dist.get_rank(mesh)", "dist.get_rank(mesh) - 1"),
+        ("x[0]", "stored"),
+        ("1.0", "scale"),
+        ("flags", "flags.tril(-1)"),
+        ("torch.triu(x)", "torch.triu(x, 1)"),
+        ("x.tril()", "x.tril(-1)"),
+        ("x.narrow(0, n, rank)", "x.narrow(0, 0, rank)"),
+        ("x.narrow(0, 0, n)", "x.narrow(0, -n, n)"),
+        ("x.clamp(min=limits[0])", "x.clamp(min=limits[0], max=limits[1])"),
+        ("(x - 1).clamp(max=rank)", "(x - 1).clamp(max=rank, min=n)"),
+        ("x.square()", "x.square().where(flags, 0.0)"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):
@@ -338,9 +349,24 @@ def test_what_may_be_right_in_place_of_an_expression(written, right):
         "ids": "tensor of integers, 1",
     }
     kinds |= {"forgotten": "tensor of flags, 1", "stored": "tensor of floats, 1"}
+    kinds |= {"flags": "tensor of flags, 2", "scale": "float"}
     unread = frozenset({"forgotten", "stored"})
     node = ast.parse(written, mode="eval").body
     tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), unread))
+    assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
+
+
+@pytest.mark.parametrize(
+    ("written", "right"),
+    [
+        ("sizes = [n]", "sizes = [n] if rows is None else rows"),
+        ("sizes = 1 if n else 2", "sizes = (1 if n else 2) if rows is None else rows"),
+        ("if n:\n    x.zero_()\n    n = 1", "pass"),
+    ],
+)
+def test_what_may_be_right_in_place_of_a_statement(written, right):
+    names = Names({"n": "int", "x": "tensor of floats, 2"}, {}, {}, ("tp",), unread=frozenset({"rows"}))
+    tried = of_statement(ast.parse(written).body[0], names)
     assert right in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
 
 

@@ -7,7 +7,8 @@ import builtins
 from collections.abc import Iterator
 from typing import Any
 
-from shardproof.experiments.names import MOST_NAMES, NUMBERS, Names
+from shardproof.experiments.lost_parts import with_lost_part
+from shardproof.experiments.names import MOST_NAMES, NUMBERS, Names, parsed
 
 # Ranks of edits: a factor or a mask that is never read comes first, then a part is left out or exchanged, then a name,
 # then a part is added.
@@ -105,6 +106,7 @@ def alternatives(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             yield from ((LIKELY, ast.Attribute(node.value, each, node.ctx)) for each in FUNCTIONS.get(name, ()))
         case _:
             pass
+    yield from ((POSSIBLE, each) for each in with_lost_part(node, names))
     if isinstance(node, ast.Call | ast.Attribute | ast.BinOp | ast.Subscript):
         yield from _extended(node, parent, names)
     is_added = isinstance(node, ast.Constant) and isinstance(parent, ast.AugAssign)
@@ -148,6 +150,7 @@ def _with_unread(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
             continue
         if kind.startswith(NUMBERS[:2]):  # a count of elements that may be none
             yield LIKELY, ast.BinOp(node, ast.Div(), parsed(f"{name}.clamp(min=1)"))
+        yield UNREAD, parsed(name)
         others = () if "flags" in kind else (ast.Div(), ast.Add(), ast.Sub())
         for ending in ("", "[..., None]", *_indices(parent)) if kind.startswith("tensor") else ("",):
             yield UNREAD, ast.BinOp(node, ast.Mult(), parsed(f"{name}{ending}"))
@@ -180,6 +183,8 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
     elif isinstance(value, float):
         others = (1.0, 0.0, -value, 2.0 * value, value / 2.0)
         yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys(others) if each != value)
+        if value in (0.0, 1.0):
+            yield from ((POSSIBLE, parsed(each)) for each in names.numbers("float"))
     elif isinstance(value, str):
         known = names.strings.get(parent.arg, set()) if isinstance(parent, ast.keyword) and parent.arg else set()
         others = {*known, *(names.axes if value in names.axes else ())} - {value}
@@ -431,11 +436,6 @@ def _of_slice(node: ast.Slice) -> Iterator[tuple[int, ast.Slice]]:
         yield POSSIBLE, ast.Slice(lower, ast.Constant(-1), step)
     if lower is None and upper is not None:
         yield POSSIBLE, ast.Slice(ast.Constant(1), upper, step)
-
-
-def parsed(text: str) -> ast.expr:
-    """A name, a field of one, or a call: `rank`, `self.rank`, `group.rank()`."""
-    return ast.parse(text, mode="eval").body
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -103,8 +103,8 @@ class LineEdit:
         return range(statement.lineno, body[0].lineno if body else statement.end_lineno + 1)
 
     def is_condition_of(self, other: LineEdit) -> bool:
-        """Whether it is in the test of an `if`, and the other edit in a line that runs if the test is true."""
-        match self.around[-1]:
+        """Whether it is of an `if` or its test, and the other edit in a line that runs if the test is true."""
+        match self.old if isinstance(self.old, ast.If) else self.around[-1]:
             case ast.If(body=[first, *_] as body) if other.unit is self.unit:
                 return first.lineno <= other.line <= (body[-1].end_lineno or 0)
             case _:
@@ -115,7 +115,8 @@ class LineEdit:
         """The edit in words: `file:line has `new`, not `old``, with the largest expression around it that is short."""
         whole = next((node for node in reversed(self.around[:-1]) if _is_short(node)), None)
         if whole is None or isinstance(self.old, ast.stmt):
-            old, new = _text(self.old), _text(self.new)
+            (old, *rest), new = _text(self.old).splitlines(), _text(self.new)
+            old += " ..." if rest else ""
         else:
             old = _text(whole)
             with self.in_tree():

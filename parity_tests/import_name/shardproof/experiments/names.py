@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,3 +62,8 @@ class Names:
         fitting |= {f"tensor of {what}, {int(dims or 0) - 1}": "[..., None]" for what in FACTORS}
         named = ((each, fitting.get(kind)) for each, kind in self.kinds.items() if each != name and "." not in each)
         return [f"{each}{ending}" for each, ending in named if ending is not None and dims]
+
+
+def parsed(text: str) -> ast.expr:
+    """A name, a field of one, or a call: `rank`, `self.rank`, `group.rank()`."""
+    return ast.parse(text, mode="eval").body

@@ -93,14 +93,26 @@ def running_functions(scheme: Declared, case: CaseSpec, caches: Iterable[Any] = 
 
 
 def _kinds(names: Mapping[str, Any]) -> dict[str, str]:
-    """The kinds of the values of names and of the fields of the user's own objects: `rank`, `self.rank`."""
+    """The kinds of the values of names, of the fields of the user's own objects, and of the groups that fields hold.
+
+    `rank`, `self.rank`, `self.placement.cp`.
+    """
     kinds = {name: kind for name, value in names.items() if (kind := _kind(value))}
     for name, value in names.items():
-        is_of_library = type(value).__module__.partition(".")[0] in LIBRARIES
-        if isinstance(value, BackwardCFunction) or not (is_of_library or isinstance(value, dist.ProcessGroup)):
-            own = [*getattr(value, "__dict__", {}), *getattr(value, "_fields", ())]
-            kinds |= {f"{name}.{each}": kind for each in own if (kind := _kind(getattr(value, each, None)))}
+        for field_name, inside in _fields(value):
+            own = f"{name}.{field_name}"
+            kinds |= {own: kind} if (kind := _kind(inside)) else {}
+            kinds |= {f"{own}.{each}": "group" for each, x in _fields(inside) if isinstance(x, dist.ProcessGroup)}
     return kinds
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    """The fields of an object of the user's, or of the context of a hand-written backward."""
+    is_of_library = type(value).__module__.partition(".")[0] in LIBRARIES
+    if not isinstance(value, BackwardCFunction) and (is_of_library or isinstance(value, dist.ProcessGroup)):
+        return []
+    own = [*getattr(value, "__dict__", {}), *getattr(value, "_fields", ())]
+    return [(name, getattr(value, name, None)) for name in own]
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""What may be right in place of a statement: nothing, `x += y` for `x = y`, a step that a second name takes too."""
+"""What may be right in place of a statement: nothing, `x += y` for `x = y`, a step that a second name takes too.
+
+Where an option is never read, `x = y if option is None else option` may be right for `x = y`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import ast
 from collections.abc import Iterator
 from copy import deepcopy
 
-from shardproof.experiments.alternatives import LIKELY, OPERATORS, POSSIBLE, parsed
-from shardproof.experiments.names import Names
+from shardproof.experiments.alternatives import LIKELY, OPERATORS, POSSIBLE, UNREAD
+from shardproof.experiments.names import Names, parsed
+
+SHORT = 3  # statements of an `if` that may be left out
 
 
 def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]:
@@ -24,10 +29,19 @@ def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]
             if isinstance(target, ast.Name):
                 yield from ((LIKELY, ast.Assign([target], each)) for each in _of_running(target.id, value, names))
                 yield from ((POSSIBLE, each) for each in _of_two(target, value, names))
+                for name in sorted(names.unread - names.kinds.keys()):
+                    given = ast.IfExp(parsed(f"{name} is None"), value, parsed(name))
+                    yield UNREAD, ast.Assign([target], given)
         case ast.Expr():
+            yield LIKELY, ast.Pass()
+        case ast.If(body=body, orelse=[]) if len(body) <= SHORT and all(map(_is_simple, body)):
             yield LIKELY, ast.Pass()
         case _:
             pass
+
+
+def _is_simple(node: ast.stmt) -> bool:
+    return not hasattr(node, "body") and not isinstance(node, ast.Raise)
 
 
 def _of_running(name: str, value: ast.expr, names: Names) -> Iterator[ast.expr]:
