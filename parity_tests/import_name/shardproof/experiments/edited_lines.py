@@ -108,9 +108,12 @@ def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple
 
 
 def _smallest_of_lines(edits: Sequence[LineEdit]) -> list[LineEdit]:
-    """The smallest edit of each line; a condition that would skip a line says less than an edit of that line."""
+    """The smallest edit of each line, the earlier line first of two that are equal.
+
+    A condition that would skip a line says less than an edit of that line.
+    """
     telling = [edit for edit in edits if not any(map(edit.is_condition_of, edits))]
-    by_size = sorted(telling, key=lambda edit: edit.size)
+    by_size = sorted(telling, key=lambda edit: (edit.size, edit.line))
     return list({(edit.unit.file, edit.line): edit for edit in reversed(by_size)}.values())[::-1]
 
 
