@@ -31,14 +31,16 @@ from shardproof.experiments.edited_programs import RIGHT_ONCE
 # What an edit of the reference's inputs tells: another order of them, or a number.
 ORDERS = {"order", "sequence", "border", "group", "schedule"}
 NUMBERS = {"reduction", "group", "scale", "statistic", "tied"}
+# Of an input that is never read; where every rank takes the part of the first one, nobody reads the other parts.
+UNREAD = {"scale", "statistic", "border", "sequence", "group", "tied", "call"}
 
 # How a sentence begins or a part of it, and the kinds of mistakes that it can truly mean.
 MEANS = (
     ("is not differentiable", {"reduction", "group", "scale", "tied"}),
     ("right once the assignment", {"reduction", "border", "order", "tied"}),
     ("right once", {"reduction", "group", "scale", "statistic", "tied", "schedule"}),
-    ("of the function does not depend on", {"scale", "statistic", "border", "sequence", "tied", "call"}),
-    ("no output of the function depends on", {"scale", "statistic", "border", "sequence", "tied", "call"}),
+    ("of the function does not depend on", UNREAD),
+    ("no output of the function depends on", UNREAD),
     ("within what", {"precision"}),
     ("error of rounding", {"precision"}),
     ("the order of the other call", {"call"}),

@@ -40,6 +40,7 @@ from shardproof.declare import discover
         ("call", "same values in another order, the order of memory: a view is read as if it were contiguous", TRUE),
         ("call", "same values in another order: a layout is not undone, or applied twice", FALSE),
         ("sequence", "no output of the function depends on lengths, as the reference's do", TRUE),
+        ("group", "no output of the function depends on lengths, as the reference's do", TRUE),
         ("reduction", "no output of the function depends on lengths, as the reference's do", FALSE),
         ("precision", "a small error: bfloat16 accumulation could do as much", NOTHING),
     ],
