@@ -28,6 +28,23 @@ def test_a_branch_that_no_case_takes_hides_no_line():
     assert note == f"{RIGHT_ONCE}{line} has `x[i].square()`, not `x[0].square()`"
 
 
+def weighted_in_chunks(mesh, x, w):
+    size, parts = min(2, len(x)), []
+    for start in range(0, len(x), size):
+        part = x[start : start + size]
+        parts.append(part * w[: len(part)])
+    return torch.cat(parts)
+
+
+def test_a_loop_of_one_round_hides_no_line():
+    """With `max(2, len(x))` there is one chunk, which takes the right weights."""
+    note = first_note(
+        weighted_in_chunks, lambda x, w: x * w, {"x": "s/tp d", "w": "s/tp d"}, "s/tp d", {"tp": 2, "s": 8, "d": 3},
+        nograd=("x", "w"), dims={"s": (4, 6, 8, 10)},
+    )  # fmt: skip
+    assert not note.startswith(RIGHT_ONCE)
+
+
 LIBRARY = """
 from torch_impl.collectives import all_reduce
 

@@ -4,9 +4,9 @@ The mistake may be in the order of two names, a border, a sign or a part that is
 tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
 drawn cases, and if every line that ran in the failing case still runs in one of them: an edit may also lead around the
-mistake, into another branch. Edits that apply a factor or a mask that is never read come first, then those that leave
-out or exchange a part, then those that add one, then those of the collectives and of the call; of these, lines that
-run in failing cases alone come first.
+mistake, into another branch or past the rounds of a loop. Edits that apply a factor or a mask that is never read come
+first, then those that leave out or exchange a part, then those that add one, then those of the collectives and of the
+call; of these, lines that run in failing cases alone come first.
 """
 
 from __future__ import annotations
@@ -135,15 +135,15 @@ def _right(scheme: Declared, edits: Sequence[LineEdit], judged: Sequence[JudgedC
 
 @dataclass(frozen=True)
 class _Reaching:
-    """An edit that applies if every line of the first case still runs, in that case or in another one.
+    """An edit that applies if every line of the first case still runs, and again in a loop, in some case.
 
-    A right function has no branch that is never taken: if one is left, the mistake may stand in it.
+    A right function has no branch that is never taken and no loop with a single round: the mistake may stand there.
     """
 
     edit: LineEdit
     scheme: Declared
     judged: Sequence[JudgedCase]
-    before: frozenset[tuple[str, int]]
+    before: frozenset[tuple[str, int, bool]]
 
     @contextmanager
     def applied(self) -> Iterator[bool]:
@@ -152,9 +152,9 @@ class _Reaching:
 
     def _reaches(self) -> bool:
         kept = caches()
-        left = {line for line in self.before if line[0] != self.edit.unit.file or line[1] not in self.edit.own_lines}
+        left = {each for each in self.before if each[0] != self.edit.unit.file or each[1] not in self.edit.own_lines}
         for each in self.judged:
-            left -= _lines(running_functions(self.scheme, each.case, kept))
+            left -= _reached(running_functions(self.scheme, each.case, kept))
             if not left:
                 return True
         return False
@@ -164,7 +164,7 @@ def _reaching(edits: Sequence[LineEdit], scheme: Declared, judged: Sequence[Judg
     """The edits that lead around no line of the first case."""
     if not edits:
         return []
-    before = frozenset(_lines(running_functions(scheme, judged[0].case, caches())))
+    before = frozenset(_reached(running_functions(scheme, judged[0].case, caches())))
     reaching = [_Reaching(edit, scheme, judged, before) for edit in edits]
     return [edits[number] for number in which_are_right(scheme, reaching, (), PROOF_S)]
 
@@ -223,6 +223,12 @@ def _suspicion(
 
 def _lines(functions: Functions) -> set[tuple[str, int]]:
     return {(code.co_filename, line) for code, running in functions.items() for line in running.lines}
+
+
+def _reached(functions: Functions) -> set[tuple[str, int, bool]]:
+    """The lines that run, and those that a call runs again, with True."""
+    again = {(code.co_filename, line, True) for code, running in functions.items() for line in running.repeated}
+    return again | {(*line, False) for line in _lines(functions)}
 
 
 def drawn_cases(scheme: Declared, case: CaseSpec) -> list[JudgedCase]:

@@ -29,9 +29,13 @@ LIBRARIES = ("builtins", "torch", "numpy", "jax", "triton", "types", "functools"
 
 @dataclass
 class Running:
-    """A function that ranks run: its lines, the kind of each name's value, whether a backward calls it."""
+    """A function that ranks run: its lines, those that one call runs again, the kinds of names' values.
+
+    It also tells whether a backward calls the function.
+    """
 
     lines: set[int] = field(default_factory=set)
+    repeated: set[int] = field(default_factory=set)
     kinds: dict[str, str] = field(default_factory=dict)
     in_backward: bool = False
 
@@ -67,9 +71,12 @@ class _TracedProgram(Program):
             return None
         running = self.functions.setdefault(code, Running())
         running.in_backward |= torch._C._current_graph_task_id() != -1
+        of_call = set[int]()
 
         def line(frame: FrameType, event: str, argument: Any) -> Any:
             running.lines.add(frame.f_lineno)
+            if event == "line":
+                (running.repeated if frame.f_lineno in of_call else of_call).add(frame.f_lineno)
             if event == "return":
                 running.kinds.update(_kinds(frame.f_locals))
             return line
