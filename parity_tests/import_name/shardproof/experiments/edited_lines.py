@@ -42,7 +42,7 @@ from shardproof.report.report import Report
 
 AROUND = ADDED + 1  # rank of the edits of a caller and of collectives: they may undo what the code between them does
 # Of computing in each process, for edits of a rank.
-SEARCH_S = {UNREAD: 2.0, LIKELY: 3.0, POSSIBLE: 2.0, ADDED: 0.5, AROUND: 2.0}
+SEARCH_S = {UNREAD: 2.0, LIKELY: 5.0, POSSIBLE: 3.0, ADDED: 0.5, AROUND: 1.0}
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
 MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
