@@ -329,6 +329,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("dist.get_rank(mesh)", "dist.get_rank(mesh) - 1"),
         ("x[0]", "stored"),
         ("1.0", "scale"),
+        ("True", "is_causal"),
         ("flags", "flags.tril(-1)"),
         ("torch.triu(x)", "torch.triu(x, 1)"),
         ("x.tril()", "x.tril(-1)"),
@@ -349,7 +350,7 @@ def test_what_may_be_right_in_place_of_an_expression(written, right):
         "ids": "tensor of integers, 1",
     }
     kinds |= {"forgotten": "tensor of flags, 1", "stored": "tensor of floats, 1"}
-    kinds |= {"flags": "tensor of flags, 2", "scale": "float"}
+    kinds |= {"flags": "tensor of flags, 2", "scale": "float", "is_causal": "bool"}
     unread = frozenset({"forgotten", "stored"})
     node = ast.parse(written, mode="eval").body
     tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), unread))

@@ -173,6 +173,8 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
     value: Any = node.value
     if isinstance(value, bool):
         yield LIKELY, ast.Constant(not value)
+        flags = (name for name, kind in names.kinds.items() if kind == "bool")
+        yield from ((UNREAD if name in names.unread else LIKELY, parsed(name)) for name in flags)
     elif isinstance(value, int):
         near = [value + 1, value - 1] if value else [1, -1]
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div | ast.FloorDiv | ast.Mod):
