@@ -46,6 +46,7 @@ SEARCH_S = {UNREAD: 2.0, LIKELY: 5.0, POSSIBLE: 3.0, ADDED: 0.5, AROUND: 1.0}
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
 MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
 SUSPECTED = 6  # other cases whose lines are compared
+MOST_TRACED = 12  # cases in which a line of the failing case may run
 MOST_LINES = 2  # that a note names
 THE_SAME = "that line reads so"  # of further tensors
 DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options, in which an edit must be right as well
@@ -161,12 +162,16 @@ class _Reaching:
 
 
 def _reaching(edits: Sequence[LineEdit], scheme: Declared, judged: Sequence[JudgedCase]) -> list[LineEdit]:
-    """The edits that lead around no line of the first case."""
+    """The edits that lead around no line of the first case: those with every line in it, else in MOST_TRACED cases."""
     if not edits:
         return []
     before = frozenset(_reached(running_functions(scheme, judged[0].case, caches())))
-    reaching = [_Reaching(edit, scheme, judged, before) for edit in edits]
-    return [edits[number] for number in which_are_right(scheme, reaching, (), PROOF_S)]
+    for some in (judged[:1], judged[:MOST_TRACED]):
+        reaching = [_Reaching(edit, scheme, some, before) for edit in edits]
+        found = which_are_right(scheme, reaching, (), PROOF_S)
+        if found:
+            return [edits[number] for number in found]
+    return []
 
 
 def _other_cases(
