@@ -11,6 +11,7 @@ call; of these, lines that run in failing cases alone come first.
 
 from __future__ import annotations
 
+import ast
 import math
 import time
 from collections import defaultdict
@@ -198,7 +199,11 @@ def _by_rank(
     by_rank: dict[int, list[LineEdit]] = {}
     for edit in sorted(
         edits,
-        key=lambda edit: ((edit.unit.code in of_backward) != only_gradients, -suspicion[edit.unit.file, edit.line]),
+        key=lambda edit: (
+            (edit.unit.code in of_backward) != only_gradients,
+            -suspicion[edit.unit.file, edit.line],
+            not isinstance(edit.old, ast.stmt),  # few for each line, and the time may not be enough for all
+        ),
     ):
         by_rank.setdefault(AROUND if edit.unit.file in around else edit.rank, []).append(edit)
     return by_rank
