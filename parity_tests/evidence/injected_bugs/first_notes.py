@@ -13,6 +13,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -107,11 +108,19 @@ def of(bug: InjectedBug, note: str) -> str:
 
 
 def lines_of(bug: InjectedBug) -> list[str]:
-    """The lines of the injected text, as notes write them; of a text that is only left out, the line where it stood."""
+    """The lines of the injected text, as notes write them.
+
+    Of a text that is only left out, those of the statement that it was a part of, or the line where it stood.
+    """
     patch = patched_text(bug)
     count = max(1, len(bug.new.rstrip("\n").splitlines()))
+    lines = range(patch.first_line, patch.first_line + count)
+    if not bug.new.strip():
+        statements = (node for node in ast.walk(ast.parse(patch.text)) if isinstance(node, ast.stmt))
+        spans = (range(n.lineno, (n.end_lineno or n.lineno) + 1) for n in statements if not hasattr(n, "body"))
+        lines = next((span for span in spans if patch.first_line in span), lines)
     file = patch.file.rpartition("/")[2]
-    return [f"{file}:{number}" for number in range(patch.first_line, patch.first_line + count)]
+    return [f"{file}:{number}" for number in lines]
 
 
 def sample(bugs: Sequence[InjectedBug], count: int, seed: int = 0) -> list[InjectedBug]:
