@@ -15,7 +15,7 @@ import ast
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -63,7 +63,7 @@ def name_edited_line(
 ) -> dict[str, tuple[Note, ...]]:
     """The notes, with the line and its edit before those on numbers and places, if no note names a line or a cause."""
     by_label = dict(notes)
-    if len(failing) < MIN_FAILING or not can_fork() or any(map(_names_a_cause, _first(notes))):
+    if len(failing) < MIN_FAILING or not can_fork() or _have_causes(report, notes):
         return by_label
     edits, where = _edits(scheme, report, failing)
     if not edits:
@@ -75,8 +75,11 @@ def name_edited_line(
     return by_label
 
 
-def _first(notes: Notes) -> Iterable[Note]:
-    return (of_tensor[0] for of_tensor in notes.values() if of_tensor)
+def _have_causes(report: Report, notes: Notes) -> bool:
+    """Whether the first note of each wrong output names a cause or, if all outputs are right, that of a gradient."""
+    named = {label for label, of_tensor in notes.items() if of_tensor and _names_a_cause(of_tensor[0])}
+    outputs = {tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok}
+    return outputs <= named if outputs else bool(named)
 
 
 def _names_a_cause(note: Note) -> bool:
