@@ -34,10 +34,10 @@ def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, hea
     """
 
     def rank_of(counts: list[int]) -> tuple:
-        costs = np.array(counts, dtype=np.float64)
-        costs[0] += embed_cost
-        costs[-1] += head_cost
-        return costs.max(), (costs**2).sum(), [-count for count in counts]
+        costs = [Fraction(count) for count in counts]  # exact, so that equal costs alone are a tie
+        costs[0] += Fraction(embed_cost)
+        costs[-1] += Fraction(head_cost)
+        return max(costs), sum(cost**2 for cost in costs), [-count for count in counts]
 
     # Every division of the layers into contiguous stages with at least one layer each.
     divisions = combinations(range(1, num_layers), num_stages - 1)

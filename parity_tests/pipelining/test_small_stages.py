@@ -18,11 +18,20 @@ from torch_impl.pipelining import Times, simulate, stage_to_rank
 from torch_impl.pipelining._torch_compat import _in_separate_buffers
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.order import Action
+from torch_impl.pipelining.partition import generate_hf_model_fqn_per_model_part
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 
 LOOPED = ("GPipe", "Interleaved1F1B", "ZBVZeroBubble")
 FLOATS = ("target", "table", "layers", "norm")
 REPLICATED = {"token": "b s", "target": "b s v pp=R"}
+STAGES = 4
+# Of the ends of a model, in layers. 1 + 2.1 and 3 + 0.1 are one float and two numbers, so that they are no tie.
+COSTS = {
+    "nothing": {"embed_cost": 0.0, "head_cost": 0.0},
+    "embedding": {"embed_cost": 0.5, "head_cost": 0.0},
+    "head": {"embed_cost": 0.0, "head_cost": 2.25},
+    "both": {"embed_cost": 2.1, "head_cost": 0.1},
+}
 
 
 def loss(token, target, embedding, layers, norm, head, into=1.0, out=1.0):
@@ -91,7 +100,23 @@ def ties_in_stages(mesh, token, target, table, layers, norm, tie, steps, name):
     return dict(zip(("loss", "first", "second", "of_layers", "count", "astray"), outputs, strict=True))
 
 
-def of_steps(token, target, embedding, layers, norm, head, has_head):
+def stages_over(pp, name):
+    return pp * (1 if RULES[name].is_single else 2)
+
+
+def named(stages, layers, has_head, costs):
+    """The names of each stage's modules, of a model whose modules have no prefix."""
+    return generate_hf_model_fqn_per_model_part(stages, layers, include_lm_head=has_head, fqn_prefix="", **costs)
+
+
+def layers_of_stages(pp, layers, name, ends):
+    """How many of so many layers each stage has, and 0 for what is no stage."""
+    stages = stages_over(pp, name)
+    counts = reference.dearest_stage_first(stages, layers, **COSTS[ends])
+    return jnp.asarray(counts + [0] * (STAGES - stages))
+
+
+def of_steps(token, target, embedding, layers, norm, head, mesh, has_head, name, ends):
     """Four steps: two of the whole length, two without its last position; their gradients are added.
 
     Without a head hidden states are compared with the first columns of the target.
@@ -105,7 +130,11 @@ def of_steps(token, target, embedding, layers, norm, head, has_head):
         return 2 * whole + 2 * shorter, jnp.stack([whole, whole, shorter, shorter])
 
     gradients, losses = jax.grad(of_weights, (0, 1, 2, 3), has_aux=True)(embedding, layers, norm, head)
-    return {"losses": losses, **dict(zip(("d_embedding", "d_layers", "d_norm", "d_head"), gradients, strict=True))}
+    return {
+        "losses": losses,
+        **dict(zip(("d_embedding", "d_layers", "d_norm", "d_head"), gradients, strict=True)),
+        "of_stages": layers_of_stages(mesh["pp"], len(layers), name, ends).astype(norm.dtype),
+    }
 
 
 @scheme(
@@ -114,29 +143,34 @@ def of_steps(token, target, embedding, layers, norm, head, has_head):
     inputs={**REPLICATED, "embedding": "v d pp=R", "layers": "l d d2 pp=R", "norm": "d pp=R", "head": "v d pp=R"},
     outputs={
         "losses": "steps pp=P", "d_embedding": "v d pp=P", "d_layers": "l d d2 pp=P", "d_norm": "d pp=P",
-        "d_head": "v d pp=P",
+        "d_head": "v d pp=P", "of_stages": "k pp=P",
     },
-    dims={"b": (4,), "s": (3, 4), "v": (5,), "d": (3,), "d2": "d", "l": (5,), "steps": (4,)},
+    dims={"b": (4,), "s": (3, 4), "v": (5,), "d": (3,), "d2": "d", "l": (5,), "steps": (4,), "k": (STAGES,)},
     draw={
         "token": token_below("v"), **dict.fromkeys(("target", "embedding", "layers", "norm", "head"), values("normal")),
     },
     nograd=("target", "embedding", "layers", "norm", "head"),
-    options={"has_head": (True, False)},
-    rank_options={"name": LOOPED},
+    options={"has_head": (True, False), "name": LOOPED, "ends": tuple(COSTS)},
+    rank_options={"stated": tied_decoder.STATED, "is_named": (False, True)},
     dtypes=("float64", "float32"),
     reduction=("b", "s", "v", "d"),
     roundings=40,
 )  # fmt: skip
 @pytest.mark.cases(8)
-def shapes_told_again(mesh, token, target, embedding, layers, norm, head, has_head, name):
+def shapes_told_again(mesh, token, target, embedding, layers, norm, head, has_head, name, ends, stated, is_named):
     weights = (embedding, *layers.unbind(), norm, head)
     target = target if has_head else target[:, :, : len(norm)]
-    losses, gradients = tied_decoder.told_again(mesh, name, token, target, weights, has_head)
+    model = tied_decoder.with_views(weights, has_head, stated)
+    options = COSTS[ends]
+    if is_named:
+        options = {"module_names_per_stage": named(stages_over(mesh.size("pp"), name), len(layers), has_head, options)}
+    losses, gradients, counts = tied_decoder.told_again(mesh, name, token, target, model, options)
     first, *of_layers, of_norm, of_head = (
         gradients.get(leaf, torch.zeros_like(weight)) for leaf, weight in zip(DECODER_NAMES, weights, strict=True)
     )
-    outputs = (losses, first, torch.stack(of_layers), of_norm, of_head)
-    return dict(zip(("losses", "d_embedding", "d_layers", "d_norm", "d_head"), outputs, strict=True))
+    of_stages = norm.new_tensor([counts.get(stage, 0) for stage in range(STAGES)])
+    outputs = (losses, first, torch.stack(of_layers), of_norm, of_head, of_stages)
+    return dict(zip(("losses", "d_embedding", "d_layers", "d_norm", "d_head", "of_stages"), outputs, strict=True))
 
 
 def of_shared_stages(x, target, weights, mesh, name):

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ LAYERS = 12  # as numbers of one digit and of two
 SHARED_LAYERS = (1, 10)
 FROM_LAST = "from the last rank"
 TIES = ("one", "frozen", "absent", "transposed", "two", "half")
+STATED = ("plainly", "for both", "for text")  # where a configuration states the model's sizes
 INTO, OUT = 3.0, 2.0  # factors of what enters the first stage's layers, and of what leaves the last stage
 
 
@@ -155,15 +157,30 @@ def step_of_shared_stages(mesh, name, x, target, weight):
     return sum(losses, weight.new_zeros(())).detach(), layer.weight.grad
 
 
-def told_again(mesh, name, token, target, values, has_head):
-    """Losses and gradients of steps of several shapes: another micro-batch, another length, another dtype.
+def with_views(values, has_head, stated):
+    """A decoder whose layers return views. Its configuration, or that of its text, states the sizes of hidden states.
 
-    Layers return views. The first and the last stage are changed, and no other stage.
+    Sizes that a multimodal configuration states itself are the model's; of its text the others are then.
     """
     model = Decoder(values, returns_views=True, has_head=has_head)
-    config, dtype = model.config, values[0].dtype
-    stages = in_stages(mesh, model, name)
+    own = model.config
+    if stated == "for text":
+        model.config = SimpleNamespace(text_config=own)
+    elif stated == "for both":
+        own.text_config = SimpleNamespace(hidden_size=own.hidden_size + 1, vocab_size=own.vocab_size + 1)
+    return model
+
+
+def told_again(mesh, name, token, target, model, options):
+    """Losses and gradients of steps of several shapes, and how many layers each stage has.
+
+    A step has another micro-batch, another length, another dtype. The first and the last stage are changed, and no
+    other stage. `options` divide the layers over the stages.
+    """
+    config, dtype = model.config, target.dtype
+    stages = in_stages(mesh, model, name, **options)
     change_ends(stages)
+    counts = {stage.stage_index: len(stage.submod.layers) for stage in stages}
     rows, length = token.shape
     by_two, by_one = (
         build_pipeline_schedule(None, name, size, rows, each, loss_of)
@@ -179,6 +196,6 @@ def told_again(mesh, name, token, target, values, has_head):
         stage.submod.to(torch.float64)
     reset_pp_stage_shapes(by_two, stages, config, 2, length - 1)
     losses.append(stepped(by_two, stages, token[:, :-1], target[:, :-1].double()))
-    total = [sum(each, values[0].new_zeros(())).detach().to(dtype) for each in losses]
+    total = [sum(each, target.new_zeros(())).detach().to(dtype) for each in losses]
     gradients = {leaf: p.grad.to(dtype) for stage in stages for leaf, p in stage.submod.named_parameters()}
-    return torch.stack(total), gradients
+    return torch.stack(total), gradients, counts
