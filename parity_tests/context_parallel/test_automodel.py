@@ -145,14 +145,16 @@ def packed_rows(mesh, x, padded, real, num_chunks, trim) -> tuple[Rows, Rows]:
 
 
 PAD_ID, GROUP_FILL = 11, -2
+LABEL_FILLS = (-100, -7)  # the fill of labels by default, and one that a caller names
 
 
-def blocks_by_hand(x, ids, groups, less, mask):
+def blocks_by_hand(x, ids, groups, less, mask, label_fill):
     """Columns from s - `less` on are padding; with `mask` one more of each row is."""
     real = ids.shape[1] - less
     embeddings, _, labels, positions, padding = padded_batch(x, ids, 3 * ids, real)
     added = positions >= real
     hidden = padding | (positions >= real - 1) if mask else padding
+    labels = jnp.where(added, label_fill, labels)
     tokens = jnp.where(added, PAD_ID, ids), labels, positions, hidden
     return embeddings, *tokens, jnp.where(added.T, GROUP_FILL, groups), embeddings**2
 
@@ -169,22 +171,25 @@ def padded_length(c):
     outputs=("b s/cp d", *4 * ("b s/cp",), "s/cp b", "b s d cp=R"),
     dims={"b": (2, 1, 3), "s": (24, 48), "d": (2, 1)},
     draw={"ids": integers(1, 9), "groups": integers(0, 5)},
-    options={"less": (1, 0, 3, 5), "mask": (True, False)},
+    options={"less": (1, 0, 3, 5), "mask": (True, False), "label_fill": LABEL_FILLS},
     rank_options={"pad_multiple": (1, 3, 2), "is_sharded_here": (True, False)},
     dtypes=DTYPES,
     assume=lambda c: padded_length(c) == c.s,
     cost=lambda c: gather_cost(c, c.s),
 )
 def contiguous_batch(
-    mesh, x, ids, groups, less, mask, pad_multiple, is_sharded_here
+    mesh, x, ids, groups, less, mask, label_fill, pad_multiple, is_sharded_here
 ) -> tuple[Rows, ByToken, ByToken, ByToken, Bool[Tensor, "b l"], Int[Tensor, "l b"], Rows]:
     """Embeddings, ids, labels, positions, padding and an entry of another dim; squares of the embeddings, gathered."""
     real, cp_mesh = ids.shape[1] - less, mesh.device_mesh["cp"]
     batch = {"inputs_embeds": x[:, :real], "input_ids": ids[:, :real], "labels": 3 * ids[:, :real]}
     batch |= {"attention_mask": (torch.arange(real) < real - mask).int().expand(len(ids), -1), "groups": groups[:real]}
+    keys, fills = {"groups": 0, "images": 0}, {"groups": GROUP_FILL, "images": 0}
+    if label_fill != LABEL_FILLS[0]:
+        keys, fills = {**keys, "labels": 1}, {**fills, "labels": label_fill}
     shard_blocks = partial(
         automodel.shard_batch_contiguous, pad_multiple=pad_multiple, shard_primary=is_sharded_here,
-        extra_seq_keys={"groups": 0, "images": 0}, extra_pad_values={"groups": GROUP_FILL, "images": 0},
+        extra_seq_keys=keys, extra_pad_values=fills,
     )  # fmt: skip
     sharder = automodel.ContextParallelSharder(device_mesh=cp_mesh, shard_batch=shard_blocks, padding_token_id=PAD_ID)
     factory, sharded = sharder.shard(batch)
