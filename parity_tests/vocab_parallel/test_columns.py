@@ -1,5 +1,8 @@
 """Parity of log-softmax with its gradient, of full rows, of chosen columns, of the largest, and of a sum over ranks."""
 
+import math
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -60,20 +63,32 @@ def log_softmax_with_gradient(mesh, logits):
     return vp.vocab_parallel_log_softmax(logits, mesh["tp"])
 
 
+CERTAIN = math.log(0.9)  # far from the probabilities of equal columns, and of columns that differ by 1
+
+
+def of_one_column(logits, target, at):
+    if at == "target":
+        return logprob(logits, target)
+    log_p = log_softmax(logits)
+    return jnp.where(log_p > CERTAIN, log_p, 0.0).sum(-1)
+
+
 @scheme(
-    reference=logprob,
+    reference=of_one_column,
     mesh=RANKS,
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
     outputs="b s tp=P",
-    draw={"target": SOME_IGNORED},
+    draw={"target": SOME_IGNORED, "logits": values("peaked", "normal", "peaked", "huge")},
+    options={"at": ("certain", "target")},
     dtypes=("float32", "float64"),
     reduction=("v",),
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s)), backward=sums_over_tp(c)),
 )
-def target_of_log_softmax(mesh, logits, target):
+def column_of_log_softmax(mesh, logits, target, at):
     """A cotangent of one column: as its probability approaches 1, its gradient keeps the digits of 1 - p."""
-    is_target = mesh.global_ids("v") == target.unsqueeze(-1)
-    return torch.where(is_target, vp.vocab_parallel_log_softmax(logits, mesh["tp"]), 0.0).sum(-1)
+    log_p = vp.vocab_parallel_log_softmax(logits, mesh["tp"])
+    is_chosen = mesh.global_ids("v") == target.unsqueeze(-1) if at == "target" else log_p > CERTAIN
+    return torch.where(is_chosen, log_p, 0.0).sum(-1)
 
 
 @scheme(contract=vp.vocab_parallel_full_log_softmax, cost=full_rows_cost, **LOG_SOFTMAX)
@@ -138,7 +153,7 @@ def sum_over_a_group(mesh, x):
 
 SCHEMES = (
     log_softmax_with_gradient,
-    target_of_log_softmax,
+    column_of_log_softmax,
     full_log_softmax,
     gathered_columns,
     largest_id,
