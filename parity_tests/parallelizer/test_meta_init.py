@@ -4,89 +4,35 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from parity_tests.parallelizer.families import Chosen, empty
-from parity_tests.parallelizer.small_net import BLOCK, Net, full_tensors, plan
+from parity_tests.parallelizer.meta_values import AXES, SEED, UNITS, alone, names_of_other_values, net_on_meta
+from parity_tests.parallelizer.small_net import Net, full_tensors
 from shardproof import CaseSpec
-from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
-from torch_impl.parallelizer.adapters.meta_init import materialize
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
-SEED = 11
-SEEDS = {"small": SEED, "large": 2**64 - 2**8}  # a generator takes 64 bits without a sign
 
-
-def net_on_meta():
-    with torch.device("meta"):
-        return Net().double()
-
-
-def alone(model, seed=SEED, device="cpu"):
-    """The model's initial values in one process, all at once."""
-    materialize(model, model.named_modules(), torch.device(device), seed)
-    return dict(model.named_parameters())
-
-
-AXES = ("dp_replicate", "dp_shard", "tp")
-MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=3)]
-
-
-def names_of_other_values(mesh, case):
-    """The parameters whose values on a mesh differ from one process's in any bit."""
-    strategy, units, seed = case.options["strategy"], case.options["units"], SEEDS[case.options["seed"]]
-    device_mesh = mesh.device_mesh[AXES]
-    # Each rank's own generator is read for its seed, and only the first one's counts.
-    torch.manual_seed(seed + torch.distributed.get_rank() - int(device_mesh.mesh.flatten()[0]))
-    net = nvfsdp_strategy_parallelize(
-        net_on_meta(),
-        device_mesh,
-        [BLOCK] if units == "blocks" else None,
-        plan(),
-        strategy,
-        init_nvfsdp_with_meta_device=True,
-        disable_bucketing=units == "modules",
-    )
-    outcome, expected = full_tensors(net), alone(net_on_meta(), seed)
-    return [name for name in expected if not torch.equal(outcome[name].cpu(), expected[name])]
-
-
-OPTIONS = st.fixed_dictionaries(
-    {
-        "strategy": st.sampled_from(STRATEGIES),
-        "units": st.sampled_from(("model", "blocks", "modules")),
-        "seed": st.sampled_from(tuple(SEEDS)),
-    }
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=few(25))
-@given(st.sampled_from(MESHES), OPTIONS, st.booleans())
-def test_values_of_a_meta_model_match_one_process(mesh, options, inside):
-    mesh = {"outer": 2, **mesh} if inside else mesh
-    ranks = run(names_of_other_values, CaseSpec(scheme="meta", mesh=mesh, options=options)).results
-    assert ranks == ([],) * len(ranks)
+def other_values(mesh, case):
+    return names_of_other_values(mesh.device_mesh[AXES], **case.options)
 
 
 @pytest.mark.parametrize("units", ["blocks", "modules"])
 def test_values_do_not_depend_on_the_units(units):
     options = {"strategy": STRATEGIES[0], "units": units, "seed": "small"}
     case = CaseSpec(scheme="meta", mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 1}, options=options)
-    assert run(names_of_other_values, case).results == ([],) * 2
+    assert run(other_values, case).results == ([],) * 2
 
 
 @pytest.mark.fast_values(1)
-@pytest.mark.parametrize("units", ["model", "blocks", "modules"])
+@pytest.mark.parametrize("units", UNITS)
 def test_values_of_a_meta_model_on_processes(units):
     options = {"strategy": STRATEGIES[-1], "units": units, "seed": "large"}
     case = CaseSpec(scheme="meta", mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2}, options=options, engine="gloo")
-    assert run(names_of_other_values, case, "gloo").results == ([],) * 4
+    assert run(other_values, case, "gloo").results == ([],) * 4
 
 
 ROWS = 3

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parity_tests.parallelizer.families import Chosen
+from parity_tests.parallelizer.meta_values import AXES, SEEDS, names_of_other_values
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, PLAN, Block, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
@@ -19,7 +20,7 @@ from torch_impl.parallelizer import get_hf_tp_shard_plan, megatron_fsdp_strategy
 from torch_impl.parallelizer.adapters.megatron import ALIASES, CUDA_ONLY, STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
-AXES = {"dp_replicate": (1, 2), "dp_shard": (1, 2), "tp": (1, 2)}
+MESH = dict.fromkeys(AXES, (1, 2))
 EVERYWHERE = "dp_replicate=I dp_shard=I tp=I"
 WEIGHTS = {
     "up_0": f"f d {EVERYWHERE}",
@@ -37,7 +38,10 @@ SWITCHES += ("preserve_fp32_weights",)  # which leaves wide parameters as they a
 
 
 def trained(x, up_0, down_0, up_1, down_1, head, cotangent, recomputes):
-    """Output, gradients for the mean over rows, weights after a step against them; weights over tp, calls of blocks."""
+    """Output, gradients for the mean over rows, weights after a step against them; weights over tp, calls of blocks.
+
+    The last count is of initial values that differ from one process's.
+    """
 
     def forward(up_0, down_0, up_1, down_1, head):
         hidden = x + jax.nn.silu(x @ up_0.T) @ down_0.T
@@ -48,7 +52,7 @@ def trained(x, up_0, down_0, up_1, down_1, head, cotangent, recomputes):
     y, pullback = jax.vjp(forward, *weights)
     gradients = pullback(cotangent / len(x))
     rates = [RATES["blocks"]] * 4 + [RATES["head"]]
-    counts = jnp.asarray([len(PLAN) * BLOCKS, BLOCKS * (2 if recomputes else 1)], y.dtype)
+    counts = jnp.asarray([len(PLAN) * BLOCKS, BLOCKS * (2 if recomputes else 1), 0], y.dtype)
     return y, *gradients, *(w - rate * g for w, g, rate in zip(weights, gradients, rates, strict=True)), counts
 
 
@@ -59,20 +63,21 @@ def descent(net):
 
 @scheme(
     reference=trained,
-    mesh=AXES,
+    mesh=MESH,
     inputs={
         "x": "b/dp_replicate/dp_shard d tp=I",
         **WEIGHTS,
         "cotangent": "b/dp_replicate/dp_shard o tp=I",
     },
     outputs=("b/dp_replicate/dp_shard o tp=I", *WEIGHTS.values(), *WEIGHTS.values(), f"m {EVERYWHERE}"),
-    dims={"b": (4,), "d": (3,), "f": (4, 5), "o": (2, 1), "m": (2,)},  # with one row of the head a rank has none
+    dims={"b": (4,), "d": (3,), "f": (4, 5), "o": (2, 1), "m": (3,)},  # with one row of the head a rank has none
     options={"recomputes": (False, True)},
     rank_options={
         "strategy": STRATEGIES,
         "has_units": (True, False),
         "switch": SWITCHES,
-        "entry": ("older", "newer", "by stage"),
+        "entry": ("older", "newer", "by stage", "older, on meta"),
+        "seed": tuple(SEEDS),
     },
     nograd=("x", *WEIGHTS, "cotangent"),
     draw=dict.fromkeys(("x", *WEIGHTS, "cotangent"), ORDINARY),
@@ -81,14 +86,20 @@ def descent(net):
     excluded_conditions=("strided", "autocast"),  # FSDP takes contiguous parameters alone
 )
 @pytest.mark.cases(30)
-def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes, entry):
+def strategies(
+    mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes, entry, seed
+):  # fmt: skip
     """Microbatches of one row, reduced after the last; a step of plain gradient descent, each group at its rate."""
     net = net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True)))
     for block in net.blocks:
         block.up.register_forward_pre_hook(lambda *_: calls.append(1))
     switches = {"activation_checkpointing": recomputes, **({} if switch == "plain" else {switch: True})}
     units = [BLOCK] if has_units else None
-    if entry == "older":
+    others = []
+    if entry == "older, on meta":
+        of_units = "modules" if switch == "disable_bucketing" else "blocks" if has_units else "model"
+        others = names_of_other_values(mesh.device_mesh[AXES], strategy, of_units, seed)
+    if entry.startswith("older"):
         net = nvfsdp_strategy_parallelize(net, mesh.device_mesh, units, plan(), strategy, **switches)
         optimizer = descent(net)
     else:  # make the sharded optimizer from the unsharded model's
@@ -105,7 +116,7 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
         outputs[-1].backward(part * scale)
     gradients = full_tensors(net, gradients=True)
     optimizer.step()
-    counts = torch.tensor([sum(map(is_over_tp, net.parameters())), len(calls) // len(x)], dtype=x.dtype)
+    counts = x.new_tensor([sum(map(is_over_tp, net.parameters())), len(calls) // len(x), len(others)])
     return torch.cat(outputs).detach(), *gradients.values(), *full_tensors(net).values(), counts
 
 
