@@ -70,11 +70,12 @@ class Layer(nn.Module):
         return hidden_states + self.cross(hidden_states, states)
 
 
-def mask_of(size, window):
-    """The mask that transformers builds for the full sequence."""
+def mask_of(size, window, blind=0):
+    """The mask that transformers builds for the full sequence; its last queries may be padding, which sees nothing."""
     place = torch.arange(size)
     distance = place[:, None] - place
-    return ((distance >= 0) & (distance < (window or size)))[None, None]
+    is_real = place[:, None] < size - blind
+    return (is_real & (distance >= 0) & (distance < (window or size)))[None, None]
 
 
 def context(mesh, size, rotate="allgather", device=None):
@@ -95,12 +96,13 @@ def context(mesh, size, rotate="allgather", device=None):
         "masked": ("by position", "by name", None),
         "embedded": (True, False),
         "told": ("by module", "by config"),
+        "blind": (0, 3),
     },
     reduction=("s", "p"),
     dtypes=("float32", "float64"),
     excluded_conditions=("inference_mode", "autocast"),  # torch's linear layers follow autocast
 )
-def adapted_layer(mesh, x, states, window, recomputed, masked, embedded, told):
+def adapted_layer(mesh, x, states, window, recomputed, masked, embedded, told, blind):
     """A layer that takes the full sequence, with a cross attention to states that each rank has in full.
 
     With `embedded` x is the sum of hidden states and two embeddings of positions.
@@ -109,7 +111,7 @@ def adapted_layer(mesh, x, states, window, recomputed, masked, embedded, told):
     size, model = x.shape[2], nn.ModuleList([Layer(window, told)])
     adapt_model_to_context(model, local=["*.cross"], sharded=["?", "?.own"])
     with context(mesh, size, device=x.device):
-        mask = mask_of(size, window) if masked else None
+        mask = mask_of(size, window, blind) if masked else None
         return model[0](parts[0], mask, states, recomputed, masked == "by name", position_embeddings=parts[1])
 
 
