@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jax_ref.stored import stored
+
 # 1. The norm of all gradients, and clipping by it.
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -122,12 +124,12 @@ def muon(
     b <- mu b + (1 - mu) g,   d = b,   with Nesterov d = mu b + (1 - mu) g
     w <- w - eta (0.2 sqrt(max(m, n)) newton_schulz(d) + lambda w)
     """
-    momentum_buffer = momentum * momentum_buffer + (1 - momentum) * gradient
-    direction = momentum * momentum_buffer + (1 - momentum) * gradient if nesterov else momentum_buffer
+    momentum_buffer = stored(momentum * momentum_buffer + (1 - momentum) * gradient)
+    direction = stored(momentum * momentum_buffer + (1 - momentum) * gradient) if nesterov else momentum_buffer
     borders = [sum(rows[: i + 1]) for i in range(len(rows) - 1)] if rows else []
     matrices = jnp.split(direction, borders, axis=-2)
-    update = jnp.concatenate([_scale(*x.shape[-2:]) * newton_schulz(x, steps) for x in matrices], axis=-2)
-    return weight - lr * (update + weight_decay * weight), momentum_buffer
+    update = [stored(_scale(*x.shape[-2:]) * stored(newton_schulz(x, steps))) for x in matrices]
+    return weight - lr * (jnp.concatenate(update, axis=-2) + weight_decay * weight), momentum_buffer
 
 
 def _scale(m: int, n: int) -> float:

@@ -150,6 +150,7 @@ def cost(case):
         {"dp": (1, 2, 4)},
         rank_options=ROUTES | {"dtype_of_products": (None, "float64")},
         dtypes=("float32", "float64", "bfloat16"),
+        sums="float32",
         roundings=8,
         cost=cost,
     )

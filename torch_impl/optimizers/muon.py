@@ -111,8 +111,11 @@ class Muon(torch.optim.Optimizer):
             _orthogonalize(updates, group)
             for update in updates:
                 weight = local_tensor(update.parameter)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update.placed_as_parameter(), alpha=-group["lr"])
+                # A sum in 16 bits would round the learning rate to them first, on a CPU.
+                wide = weight.to(accumulator(weight.dtype))
+                wide.mul_(1 - group["lr"] * group["weight_decay"])
+                wide.add_(update.placed_as_parameter(), alpha=-group["lr"])
+                weight.copy_(wide)
         return loss
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
