@@ -88,6 +88,18 @@ def test_other_sizes_have_no_stored_picture(cache):
         assert scheme_index.stored_picture(name, sizes) is None
 
 
+def test_a_terminal_sees_how_far_the_index_is(monkeypatch, capsys):
+    component = scheme_index.ROOT / "parity_tests" / "vocab_parallel"
+    monkeypatch.setattr(discover, "component_folders", lambda: [component])
+    scheme_index.entries()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(scheme_index, "_stored", lambda: None)
+    scheme_index.entries()
+    out, err = capsys.readouterr()
+    assert out == "" and all(f"{doing} built-in schemes" in err for doing in ("importing", "indexing", "drawing"))
+
+
 @pytest.mark.slow
 def test_a_failed_import_stores_no_index(cache, monkeypatch):
     """A process with a hidden package, or that looks for schemes elsewhere, leaves no index for the next."""

@@ -22,6 +22,7 @@ from typing import Any
 from shardproof.declare import failed_declaration, scheme_index, travel
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
+from shardproof.declare.followed import followed
 from shardproof.declare.mentioned import declares
 from shardproof.declare.own_modules import check_own_modules, is_beside
 from shardproof.endings import exits, journal
@@ -84,6 +85,7 @@ NOT_OWN = (
     "node_modules",
     "__pycache__",
 )  # folders in a project with other people's code
+IMPORTS = "importing built-in schemes"
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components need, with the extra of each
 
 
@@ -179,7 +181,8 @@ def python_files(folder: Path) -> list[Path]:
 
 def built_in() -> list[Declared]:
     """Every scheme that the parity tests declare, in order of file and line, except those in `left_out`."""
-    return [scheme for file in _declaring() if not _needs(file) for scheme in schemes_of_file(str(file))]
+    files = followed(_declaring(), IMPORTS)
+    return [scheme for file in files if not _needs(file) for scheme in schemes_of_file(str(file))]
 
 
 def left_out() -> dict[str, str]:
@@ -297,7 +300,7 @@ def _schemes_by_pattern(pattern: str) -> list[Declared]:
         file_hint = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
         hint = file_hint or nearest(pattern, [entry.name for entry in entries])
         raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list --all shows all)")
-    for file in {entry.file for entry in matches}:
+    for file in followed(sorted({entry.file for entry in matches}), IMPORTS):
         schemes_of_file(str(TESTS.parent / file))
     return [TABLE[entry.key] for entry in matches]
 

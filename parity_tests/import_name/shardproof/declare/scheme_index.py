@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardproof.declare.followed import followed
 from shardproof.places import ROOT, SOURCES
 
 if TYPE_CHECKING:
@@ -76,19 +77,23 @@ def entry_of(scheme: Declared) -> Entry:
 
 
 def entries() -> list[Entry]:
-    """Every built-in scheme, in order of file and line: from the stored index if there is one, else by importing."""
+    """Every built-in scheme, in order of file and line: from the stored index if there is one, else by importing.
+
+    Importing takes half a minute; standard error shows its progress if it is a terminal.
+    """
     if index := _stored():
         return [Entry(**record) for record in index["schemes"]]
     from shardproof.declare import discover
     from shardproof.report.declared_pictures import declared_pictures
 
     schemes = discover.built_in()
-    imported = [entry_of(scheme) for scheme in schemes]
+    imported = [entry_of(scheme) for scheme in followed(schemes, "indexing built-in schemes")]
     if _is_complete(imported, discover.left_out()):
+        drawn = followed(schemes, "drawing built-in schemes")
         _store(
             lambda: {
                 "schemes": [asdict(entry) for entry in imported],
-                "pictures": {scheme.name: declared_pictures(scheme) for scheme in schemes},
+                "pictures": {scheme.name: declared_pictures(scheme) for scheme in drawn},
             }
         )
     return imported
