@@ -272,7 +272,7 @@ def test_list(shardproof):
     assert record["inputs"]["logits"] == "b s v/tp:ragged"
     assert json.loads(shardproof("list", "--json", "-q")[1])[0].keys() == record.keys()
     out = shardproof("list", "vocab_parallel_logprob", "--json", "out.json")[1]
-    assert json.loads(Path("out.json").read_text()) == [record] and out.startswith("scheme")
+    assert json.loads(Path("out.json").read_text()) == [record] and out.startswith("vocab_parallel_logprob\n")
 
 
 def test_draw(shardproof):

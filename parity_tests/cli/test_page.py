@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 
 from parity_tests.specimens.user_files import LOCKSTEP, TIMES_RANKS, written
-from shardproof.cli import page, scheme_list
+from shardproof.cli import page
 from shardproof.cli.app import app
 from shardproof.cli.help import EXAMPLES, JUDGING, STATUS
 from shardproof.cli.shapes import SHAPES
@@ -172,16 +171,19 @@ def test_names_alone(shardproof):
     assert all(name.startswith("vocab_parallel_") for name in out.split())
 
 
-def test_a_table_in_a_pipe_has_all_its_columns(shardproof):
+def test_a_table_in_a_pipe_has_all_its_columns(shardproof, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     first, second = shardproof("list", "vocab_parallel_logprob")[1].splitlines()[:2]
     assert first.split() == ["scheme", "mesh", "specs", "reference", "and", "file"]
     assert "tp: 1, 2, 3, 4" in second and "jax_ref.vocab_parallel.reference.logprob" in second
 
 
-def test_a_narrow_terminal_stacks_schemes(monkeypatch, capsys):
-    monkeypatch.setattr(scheme_list, "Console", lambda **_: Console(width=80))
-    scheme_list.show("vocab_parallel_log*", None)
-    blocks = [block.splitlines() for block in capsys.readouterr().out.rstrip().split("\n\n")]
+@pytest.mark.parametrize("columns", ["80", None])
+def test_a_narrow_terminal_or_a_pipe_stacks_schemes(shardproof, columns, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    blocks = [block.splitlines() for block in shardproof("list", "vocab_parallel_log*")[1].rstrip().split("\n\n")]
     assert {block[0] for block in blocks} >= {"vocab_parallel_logprob", "vocab_parallel_log_softmax"}
     assert all(block[1].startswith("    tp: 1, 2") for block in blocks)
     assert all("    jax_ref.vocab_parallel.reference." in block[-2] and ".py:" in block[-1] for block in blocks)

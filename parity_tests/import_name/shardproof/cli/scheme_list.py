@@ -12,8 +12,7 @@ from rich.table import Table
 from shardproof.declare import scheme_index
 from shardproof.report.out_path import check_writable, write_text
 
-WIDEST = 400  # without a terminal, lines are as long as necessary
-TABLE_WIDTH = 160  # columns of a terminal that need no line break in any cell
+TABLE_WIDTH = 160  # columns that need no line break in any cell; without a terminal, COLUMNS gives them
 
 
 def show(pattern: str, json: str | None, quiet: bool = False, everything: bool = False) -> None:
@@ -39,7 +38,7 @@ def show(pattern: str, json: str | None, quiet: bool = False, everything: bool =
     if quiet:
         print("\n".join(entry.name for entry in entries))
         return
-    console = Console(width=None if Console().is_terminal else WIDEST)
+    console = Console()
     if console.width < TABLE_WIDTH:
         text = "\n\n".join(map(_stacked, entries))
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -48,7 +47,7 @@ def show(pattern: str, json: str | None, quiet: bool = False, everything: bool =
 
 
 def _stacked(entry: scheme_index.Entry) -> str:
-    """A scheme on its own lines, for narrow terminals: specs and paths are not broken."""
+    """A scheme on its own lines, for narrow terminals and pipes: specs and paths are not broken."""
     mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
     indent = "\n    "
     return indent.join([entry.name, mesh, *_specs(entry), entry.reference, f"{entry.file}:{entry.line}"])
