@@ -275,6 +275,16 @@ def test_list(shardproof):
     assert json.loads(Path("out.json").read_text()) == [record] and out.startswith("vocab_parallel_logprob\n")
 
 
+def test_list_of_a_file_or_a_folder(shardproof):
+    Path("below").mkdir()
+    file = written("below/two.py", RIGHT, WRONG)
+    for target, names in ((file, ["right", "wrong"]), ("below", ["right", "wrong"]), (f"{file}::wrong", ["wrong"])):
+        assert shardproof("list", target, "-q") == (0, "".join(f"{name}\n" for name in names), "")
+    [record] = json.loads(shardproof("list", f"{file}::right", "--json")[1])
+    assert (record["inputs"], record["mesh"]) == ({"x": "b/tp"}, {"tp": [1, 2]})
+    assert shardproof("list", "absent.py") == (2, "", "shardproof: absent.py: no such file\n")
+
+
 def test_draw(shardproof):
     status, out, _ = shardproof(
         "draw", written("right.py", RIGHT), "--mesh", "tp=2", "--dim", "b=4", "--figure", "out.svg"

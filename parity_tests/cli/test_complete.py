@@ -59,12 +59,12 @@ def test_targets():
     assert bash("shardproof verify vocab_parallel_logp")[0] == "vocab_parallel_logprob"
     assert bash("shardproof verify my_") == bash("shardproof trace my_") == ["my_scheme.py"]
     assert bash("shardproof replay ") == bash("shardproof timeline re") == ["replay_00ff00ff.py"]
-    assert bash("shardproof list my_") == []
+    assert bash("shardproof list my_") == ["my_scheme.py"]
     assert bash("shardproof schedule ") == [*RULES, "mine.csv"] and bash("shardproof schedule zb") == ["zbVZeroBubble"]
 
 
 def test_schemes_that_are_offered_are_declared():
-    offered = complete.names("")
+    offered = complete.targets("")
     assert len(offered) == len(set(offered)) > 50
     declared = "".join(file.read_text() for file in TESTS.glob("*/test_*.py"))
     assert all(f"def {name}(" in declared for name in offered)
@@ -108,7 +108,7 @@ def test_nothing_slow_is_loaded_for_a_word():
         name for name, member in vars(complete).items() if callable(member) and member.__module__.endswith("complete")
     ]
     names = [name for name in offers if not name.startswith("_") and name not in ("of_run", "profiles")]
-    assert len(names) == 10
+    assert len(names) == 9
     lines = ["import sys", "from shardproof.cli import app, complete"]
     lines += [f"complete.{name}('')" for name in names]
     lines += [f"sys.exit(','.join(name for name in {SLOW} if name in sys.modules) or 0)"]

@@ -28,11 +28,6 @@ def priced(incomplete: str) -> list[str]:
     return [*_begin(incomplete, ("attention", "logprob", "mamba")), *targets(incomplete)]
 
 
-def names(incomplete: str) -> list[str]:
-    """Only schemes."""
-    return [name for name in targets(incomplete) if not name.endswith(".py")]
-
-
 def files(incomplete: str) -> list[str]:
     return _begin(incomplete, _files("*.py"))
 

@@ -17,7 +17,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "shardproof new my_function.py::scaled_logits --inputs inputs --mesh tp=2 --out scheme_of_logits.py",
     ),
     "list": (
-        "shardproof list",
+        "shardproof list my_scheme.py",
         "shardproof list 'vocab_parallel_*' --quiet",
         "shardproof list vocab_parallel_logprob --json",
     ),

@@ -1,4 +1,4 @@
-"""The table of built-in schemes, from the index alone, without importing torch and JAX."""
+"""The table of schemes: a user's files are imported, the built-in ones come from the index without torch and JAX."""
 
 from __future__ import annotations
 
@@ -10,27 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from shardproof.declare import scheme_index
+from shardproof.declare.targets import is_path
 from shardproof.report.out_path import check_writable, write_text
 
 TABLE_WIDTH = 160  # columns that need no line break in any cell; without a terminal, COLUMNS gives them
 
 
-def show(pattern: str, json: str | None, quiet: bool = False, everything: bool = False) -> None:
-    """Print the public built-in schemes with a matching name; all built-in schemes if `everything`.
+def show(target: str, json: str | None, quiet: bool = False, everything: bool = False) -> None:
+    """Print the schemes of a file or folder, or the public built-in ones with a matching name; all if `everything`.
 
-    Prints only names if `quiet`. Errors: UnusableTarget if none matches.
+    Prints only names if `quiet`. Errors: UnusableTarget if there is none.
     """
     check_writable(json=json)
-    schemes = scheme_index.entries()
-    named = [entry for entry in schemes if fnmatch(entry.name, pattern)]
-    entries = [entry for entry in named if everything or entry.public]
-    if not entries:
-        from shardproof.declare import discover
-
-        if named:
-            raise discover.UnusableTarget(f"{pattern}: no public scheme of this name; --all shows the others")
-        hint = discover.nearest(pattern, [entry.name for entry in schemes])
-        raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list --all shows all)")
+    entries = _of_path(target) if is_path(target) else _built_in(target, everything)
     if json:
         write_text(json, json_module.dumps([entry.to_dict() for entry in entries], indent=2))
     if json == "-":
@@ -44,6 +36,26 @@ def show(pattern: str, json: str | None, quiet: bool = False, everything: bool =
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_table(entries), highlight=False)
+
+
+def _of_path(target: str) -> list[scheme_index.Entry]:
+    from shardproof.declare import discover
+
+    return [scheme_index.entry_of(scheme) for scheme in discover.find([target])]
+
+
+def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
+    schemes = scheme_index.entries()
+    named = [entry for entry in schemes if fnmatch(entry.name, pattern)]
+    entries = [entry for entry in named if everything or entry.public]
+    if not entries:
+        from shardproof.declare import discover
+
+        if named:
+            raise discover.UnusableTarget(f"{pattern}: no public scheme of this name; --all shows the others")
+        hint = discover.nearest(pattern, [entry.name for entry in schemes])
+        raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list --all shows all)")
+    return entries
 
 
 def _stacked(entry: scheme_index.Entry) -> str:

@@ -182,7 +182,13 @@ def new(
 
 
 def list_schemes(
-    pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=complete.names)] = "*",
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A file, file.py::name, a folder, or a glob over names of built-in schemes.",
+            autocompletion=complete.targets,
+        ),
+    ] = "*",
     json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Also schemes of parts that are not public.")] = False,
@@ -190,7 +196,7 @@ def list_schemes(
     """The table of schemes: name, mesh, specs, reference, file."""
     from shardproof.cli import scheme_list
 
-    scheme_list.show(pattern, json, quiet, everything)
+    scheme_list.show(target, json, quiet, everything)
 
 
 def tour(

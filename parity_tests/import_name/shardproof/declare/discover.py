@@ -25,6 +25,7 @@ from shardproof.declare.failed_declaration import FailedDeclaration, FailedImpor
 from shardproof.declare.followed import followed
 from shardproof.declare.mentioned import declares
 from shardproof.declare.own_modules import check_own_modules, is_beside
+from shardproof.declare.targets import is_path
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import RANK_FAILED, USAGE
 from shardproof.endings.raised import message_of, pass_interrupt
@@ -144,17 +145,17 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
         file, _, name = target.partition("::")
         path = Path(still(target)) if targets else Path(target)
         found: Sequence[Declared | FailedDeclaration | FailedImport]
-        if name:
+        if not is_path(str(path)):
+            found = _schemes_by_pattern(target)
+        elif name:
             found = [declaration_of_file(still(file), name)]
         elif path.is_dir():
             files = [file for file in python_files(path) if declares(file)]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
             found = [each for file in files for each in of_one_of_several(still(file))]
-        elif path.suffix == ".py" or path.is_file():
-            found = (declarations_of_file if len(targets) == 1 else of_one_of_several)(still(target))
         else:
-            found = _schemes_by_pattern(target)
+            found = (declarations_of_file if len(targets) == 1 else of_one_of_several)(still(target))
         by_key |= {each.key: each for each in found}
     return list(by_key.values())
 
