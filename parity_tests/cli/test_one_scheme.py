@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from parity_tests.specimens.user_files import HEAD, LOCKSTEP, RIGHT, SCALED, TIMES_RANKS, WRONG, written
 from shardproof.cli import session
+from shardproof.cli.session import TimeLeft
 from shardproof.declare.discover import UnusableTarget, find
 
 DEEP = """
@@ -47,7 +49,25 @@ def test_progress_of_a_single_scheme_counts_examples(shardproof, monkeypatch):
     written("fails.py", WRONG)
     assert shardproof("verify", "fails.py", "--examples", "3")[0] == 1
     (task,) = bars.pop().tasks
-    assert task.completed <= 3 and task.description == "fails; shrinking: wrong"
+    assert task.completed <= 3 and task.description == "fails; finding the cause: wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [(), (RIGHT,)])
+def test_the_bar_names_the_steps_after_a_failure(shardproof, others, monkeypatch):
+    described, update = [], Progress.update
+
+    def recorded(bar, task, **fields):
+        update(bar, task, **fields)
+        (shown,) = bar.tasks
+        described.append((shown.description, str(TimeLeft().render(shown))[:5]))
+
+    monkeypatch.setattr(Progress, "update", recorded)
+    assert shardproof("verify", written("fails.py", WRONG, *others), "--examples", "3")[0] == 1
+    steps = [step for step in described if step[0].startswith("fails")]
+    doing = ("making it smaller", "confirming on gloo", "finding the cause")
+    assert list(dict.fromkeys(steps)) == [(f"fails; {each}: wrong", "") for each in doing]
+    assert {left for name, left in described if name in ("right", "wrong")} == {"left:"}
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

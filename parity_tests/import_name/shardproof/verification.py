@@ -63,7 +63,8 @@ from shardproof.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
 from shardproof.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
-FAILS = "fails; shrinking:"
+# What follows a failure, as the bar of a narrow terminal has room for.
+SMALLER, CONFIRMED, CAUSE = "fails; making it smaller:", "fails; confirming on gloo:", "fails; finding the cause:"
 VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
 MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
 
@@ -108,7 +109,7 @@ def verify(
     `found` is called with the first failing report, before other cases are tried for a smaller one.
 
     `progress(done, total, state)` is called after each drawn example, but not after the first cases (if only values are
-    drawn, there are no others); `state` is empty until an example fails.
+    drawn, there are no others); `state` is empty until an example fails, and then names each step that follows.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -157,18 +158,31 @@ def verify(
         if len(reports) < total:
             not_drawn = [f"{total - len(reports)} of {total} examples, at the limit of {limit_s:g} s", *not_drawn]
         return replace(report, not_drawn=tuple(not_drawn))
-    return with_replay_file(scheme, _tried_further(scheme, report, fixed, search.as_drawn), replay_folder)
+    begins = partial(progress, len(reports), total) if progress else id
+    return with_replay_file(scheme, _tried_further(scheme, report, fixed, search.as_drawn, begins), replay_folder)
 
 
-def _tried_further(scheme: Declared, report: Report, fixed: Mapping[str, Any], as_drawn: CaseSpec | None) -> Report:
-    """The report after more has been tried on other cases; a step that raises leaves it as it is."""
+def _tried_further(
+    scheme: Declared,
+    report: Report,
+    fixed: Mapping[str, Any],
+    as_drawn: CaseSpec | None,
+    begins: Callable[[str], object],
+) -> Report:
+    """The report after more has been tried on other cases; a step that raises leaves it as it is.
+
+    `begins` is called with the name of each step.
+    """
     if report.is_undecided:
         return _kept(report, lambda found: name_values_to_avoid(scheme, found))
     if report.only_unwaited:
         return _kept(report, lambda found: second_opinion(scheme, found))
+    begins(SMALLER)
     report = _kept(report, lambda found: _with_smallest_case(scheme, found, fixed))
     report = _kept(report, lambda found: name_values_to_avoid(scheme, found))
+    begins(CONFIRMED)
     report = _kept(report, lambda found: second_opinion(scheme, found, as_drawn))
+    begins(CAUSE)
     return _kept(report, lambda found: check_notes(scheme, found))
 
 
@@ -366,7 +380,7 @@ def _search(
         chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
-            progress(len(reports), total, FAILS if _ends(reports[-1]) else "")
+            progress(len(reports), total, SMALLER if _ends(reports[-1]) else "")
         if _ends(reports[-1]):
             if found:
                 found(merge_reports(reports))

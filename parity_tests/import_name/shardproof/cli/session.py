@@ -17,12 +17,14 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
+from rich.text import Text
 
 from shardproof.cli import expected
 from shardproof.cli.ended_early import add_earlier, declared_again, end_early, of_death, remembered, substituted
@@ -213,9 +215,9 @@ def _judge_each(
     """Add the outcome of each scheme; `keep` is called with a failing report as soon as there is one."""
     with progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
-        progress = partial(_show_examples, bar, task, schemes[0].name) if len(schemes) == 1 else None
         for number, scheme in enumerate(schemes, start=1):
-            bar.update(task, description=scheme.name)
+            bar.update(task, description=scheme.name, has_failed=False)
+            progress = partial(_show_examples, bar, task, scheme.name, is_counted=len(schemes) == 1)
             judged = partial(_one, scheme, options, progress, keep, several=several)
             named = _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
             with named, _told_if_ended(outcome, schemes[number - 1 :], options):
@@ -267,9 +269,14 @@ def _named_if_long(what: str, bar: Progress) -> Iterator[None]:
         timer.cancel()
 
 
-def _show_examples(bar: Progress, task: TaskID, scheme: str, done: int, total: int, state: str) -> None:
+def _show_examples(
+    bar: Progress, task: TaskID, scheme: str, done: int, total: int, state: str, *, is_counted: bool
+) -> None:
+    """Show a scheme's state, and if `is_counted` how many examples are done."""
+    if is_counted:
+        bar.update(task, completed=done, total=total)
     # The state comes first: a narrow terminal cuts the end.
-    bar.update(task, completed=done, total=total, description=f"{state} {scheme}".lstrip())
+    bar.update(task, description=f"{state} {scheme}".lstrip(), has_failed=bool(state))
 
 
 def _expected_of(
@@ -296,9 +303,7 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
                 raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
 
 
-def _one(
-    scheme: Declared, options: VerifyOptions, progress: Progressed | None, keep: Keep, *, several: bool
-) -> Outcome:
+def _one(scheme: Declared, options: VerifyOptions, progress: Progressed, keep: Keep, *, several: bool) -> Outcome:
     """The outcome of one scheme. If one of several raises, only its own verdict is lost."""
     outcome = Outcome()
     try:
@@ -317,7 +322,7 @@ def _one(
     return outcome
 
 
-def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed | None, keep: Keep) -> None:
+def _judge(scheme: Declared, options: VerifyOptions, outcome: Outcome, progress: Progressed, keep: Keep) -> None:
     start = time.perf_counter()
     try:
         scheme = substituted(scheme, options)
@@ -385,16 +390,23 @@ def _check_options(options: VerifyOptions) -> None:
     check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
 
 
+class TimeLeft(TimeRemainingColumn):
+    """The time that the examples left will take. What follows a failure takes a time that no example tells."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.fields.get("has_failed") else Text("left: ") + super().render(task)
+
+
 def progress_bar(quiet: bool = False) -> Progress:
     """On standard error, and only on a terminal."""
     stderr = Console(stderr=True)
-    times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
     # On a narrow terminal the name makes room for the times.
     name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - BAR_AND_TIMES, 1))
     columns = (
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
-        *times,
+        TimeElapsedColumn(),
+        TimeLeft(),
         TextColumn("{task.description}", table_column=name),
     )
     return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)
