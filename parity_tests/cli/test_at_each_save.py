@@ -1,6 +1,7 @@
 """`shardproof verify FILE --watch`: each save gets the verdict of what was saved, and nothing is left of a version."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,7 +122,10 @@ def test_each_save_gets_the_verdict_of_what_was_saved(tmp_path):
         assert MISMATCH in "".join(report)
         watch.save_scheme(change="(")
         verdict = watch.verdict()
-        assert "cannot import my_scheme.py:16: SyntaxError" in verdict and "or 1 other file is saved" in verdict
+        assert "cannot import my_scheme.py:16: SyntaxError" in verdict and verdict.endswith(
+            " s. Waiting for a save of my_scheme.py, or of 1 imported file; Ctrl-C ends.\n"
+        )
+        assert re.fullmatch(r"\d\d:\d\d:\d\d  \d+\.\d s\. Waiting .*", verdict.splitlines()[-1])
         watch.save_scheme(change=" * 0.25")
         verdict = watch.verdict()
         assert MISMATCH in verdict and "off by the constant factor 0.5" in verdict

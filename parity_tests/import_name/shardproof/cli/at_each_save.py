@@ -93,11 +93,12 @@ def watch(targets: list[str], options: VerifyOptions) -> int:
             verdict = _verdict(targets, options, before, is_outdated)
             seconds = (time.time_ns() - saved_ns) / 1e9
             saves.add(verdict.files, unless_saved_since_ns=begun_ns)
+            clock = "" if console.is_terminal else time.strftime("%H:%M:%S  ")  # a terminal shows one verdict at a time
             if verdict.status == OUTDATED:
                 verdict = replace(verdict, status=INTERRUPTED)
-                console.print(f"Ended after {seconds:.0f} s: a file has been saved meanwhile.")
+                console.print(f"{clock}Ended after {seconds:.0f} s: a file has been saved meanwhile.", highlight=False)
             elif not options.quiet:
-                console.print(Sentence(_waiting(seconds, targets, verdict)), soft_wrap=True)
+                console.print(Sentence(f"{clock}{seconds:.1f} s. {_waiting(targets, verdict)}"), soft_wrap=True)
             _import(verdict.modules)
             changed = next_saves(saves, own, when_idle=forks.start_ahead_of_forks)
             if changed is None:
@@ -191,11 +192,11 @@ def _is_replay(file: Path) -> bool:
     return file.name.startswith("replay_")
 
 
-def _waiting(seconds: float, targets: list[str], verdict: Verdict) -> str:
+def _waiting(targets: list[str], verdict: Verdict) -> str:
     given = {os.path.realpath(target.partition("::")[0]) for target in targets}
     others = len(set(verdict.files) - given)
-    more = f" or {counted(others, 'other file')}" if others else ""
-    return f"{seconds:.1f} s. Waiting until {' or '.join(targets)}{more} is saved; Ctrl-C ends."
+    more = f", or of {counted(others, 'imported file')}" if others else ""
+    return f"Waiting for a save of {' or '.join(targets)}{more}; Ctrl-C ends."
 
 
 class Saves:
