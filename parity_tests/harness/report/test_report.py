@@ -321,6 +321,18 @@ def test_a_report_of_many_examples_shows_the_last_one_on_the_largest_mesh():
     assert merge_reports(reports[2:]).case == reports[2].case
 
 
+def test_a_report_of_many_examples_shows_a_plain_call_with_gradients():
+    declaration = of_ones(unharmed, mesh={"tp": (1, 2, 4)}, nograd=())
+    calls = [(1, {}), (2, {}), (2, {"overwritten": True}), (4, {"no_grad": True})]
+    cases = [declaration.case(tp=tp, dtype="float32").replace(conditions=conditions) for tp, conditions in calls]
+    reports = [verify_case(declaration, case) for case in cases]
+    assert all(report.ok for report in reports) and merge_reports(reports).case == cases[1]
+    long = verify_case(declaration, declaration.case(tp=4, b=400, dtype="float32"))
+    assert merge_reports([*reports, long]).case == cases[1]
+    assert merge_reports([reports[0], *reports[2:]]).case == cases[2]
+    assert merge_reports([reports[0], reports[3]]).case == cases[3]
+
+
 def test_a_terminal_breaks_sentences_at_80_columns_below_their_beginning():
     note = "    off by the constant factor 0.5 (= 1/tp): a reduction is missing or repeated, or a mean divides by 2"
     for width in (80, 200):

@@ -1,5 +1,7 @@
 """The maps of a tensor: each element's owner and error as the report has them, and no more cells than can be seen."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from parity_tests.specimens.page_reader import read
@@ -50,6 +52,14 @@ def test_owners_are_ranks_of_the_world():
 def test_the_worst_copy_is_drawn():
     report = report_of(lambda mesh, x: x + mesh.rank("tp"), {"tp": 2, "cp": 2}, "b s/cp tp=I", b=1, s=4)
     assert holders(report.tensors[0], report.case.mesh).tolist() == [[2, 2, 3, 3]]
+
+
+def test_a_tensor_of_another_case_than_the_heading_names_its_case():
+    report = report_of(lambda mesh, x: x, {"cp": 2}, b=2, s=4)
+    assert "worst in" not in read(as_text(maps(report))).text
+    other = report.case.replace(dims={"b": 2, "s": 22}, conditions={"no_grad": True})
+    tree = read(as_text(maps(replace(report, case_of_tensor={report.tensors[0].label: other}))))
+    assert "worst in cp=2 b=2 s=22 float32 seed=0, when it is called under torch.no_grad()" in tree.text
 
 
 def test_every_error_has_one_colour_and_one_meaning():

@@ -105,6 +105,11 @@ def phrases(case: CaseSpec) -> list[str]:
     return [phrase for name, value in case.conditions.items() for phrase in _phrases(name, value, case)]
 
 
+def when(case: CaseSpec) -> str:
+    """The conditions of the case as a clause after its sizes; empty without conditions."""
+    return f", when {' and '.join(phrases(case))}" if case.conditions else ""
+
+
 def how_to_exclude(case: CaseSpec, excluded: Sequence[str], is_raised: bool) -> str:
     """How to exclude the only condition under which the function fails; empty for several conditions.
 

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from urllib.parse import quote
 from xml.etree.ElementTree import Element
 
-from shardproof.declare.conditions import phrases
+from shardproof.declare.conditions import when
 from shardproof.declare.counted import counted
 from shardproof.engines.engines import engine_text
 from shardproof.engines.ledger import LedgerRow
@@ -183,8 +183,7 @@ def _kind(report: Report) -> str:
 
 
 def _case(report: Report) -> str:
-    conditions = phrases(report.case)
-    return report.case_text + (f", when {' and '.join(conditions)}" if conditions else "")
+    return report.case_text + when(report.case)
 
 
 def _exchanges(report: Report, blamed: Sequence[LedgerRow] = ()) -> list[Element]:

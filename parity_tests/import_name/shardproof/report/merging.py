@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardproof.declare.case import SPARE, CaseSpec
 from shardproof.judge.compare import TensorComparison
+from shardproof.report.owner_map import reduced
 from shardproof.report.report import Report, mesh_text
 
 MAX_UNDECIDED_SHARE = 0.25  # a scheme passes if at most this share of its examples is undecided
@@ -16,8 +17,8 @@ MAX_UNDECIDED_SHARE = 0.25  # a scheme passes if at most this share of its examp
 def merge_reports(reports: Sequence[Report]) -> Report:
     """One report on many examples of a scheme, with the worst comparison of each tensor.
 
-    If an example failed, it is that example's report. Examples in which work is only never waited for count as equal,
-    and the report is on the smallest of them.
+    If an example failed, it is that example's report; if all are equal, that of the last which shows most. Examples in
+    which work is only never waited for count as equal, and the report is on the smallest of them.
     """
     failed = [report for report in reports if report.failed and not report.only_unwaited]
     undecided = [report for report in reports if report.is_undecided]
@@ -25,8 +26,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
     equal = [report for report in reports if report.ok] + unwaited
     is_undecided = not failed and len(undecided) > MAX_UNDECIDED_SHARE * len(reports)
     shown = failed or (undecided if is_undecided else [r for r in equal if SPARE not in r.case.mesh] or equal)
-    # The last example or, if all are equal, the last on the largest mesh: a single rank has no collectives to show.
-    example = shown[-1] if failed or is_undecided else max(reversed(shown), key=lambda report: report.case.world)
+    example = shown[-1] if failed or is_undecided else max(reversed(shown), key=_shows)
     if unwaited and not (failed or is_undecided):
         example = min(unwaited, key=lambda report: (report.case.world, math.prod(report.case.dims.values())))
     meshes = [example.case.mesh] if failed else [report.case.scheme_mesh for report in reports]
@@ -47,3 +47,14 @@ def merge_reports(reports: Sequence[Report]) -> Report:
         undecided_reason=undecided[-1].undecided_reason if undecided else None,
         undecided_examples=len(undecided),
     )
+
+
+def _shows(report: Report) -> tuple[bool, bool, int, bool, int]:
+    """How much of a scheme an equal case shows; the largest is drawn.
+
+    A single rank has no collectives. A call under conditions may lack gradients, and is not the call that a reader
+    expects. A map of a long case has many elements in a cell.
+    """
+    has_gradients = any(tensor.role == "gradient" for tensor in report.tensors)
+    has_cells = all(reduced(tensor.want, first=True)[1] == 1 for tensor in report.tensors if tensor.want.size)
+    return report.case.world > 1, has_gradients, -len(report.case.conditions), has_cells, report.case.world

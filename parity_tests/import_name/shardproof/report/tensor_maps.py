@@ -1,23 +1,22 @@
 """Each tensor twice, side by side: the rank of each element, and its error.
 
-For a large tensor each cell shows several elements: the owner of the first and the worst error.
+For a large tensor each cell shows several elements: the owner of the first and the worst error. Of many examples a
+tensor's worst one is shown, with its case if it is not the report's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
 
 import numpy as np
 
+from shardproof.declare.conditions import when
 from shardproof.judge.compare import TensorComparison, errors
 from shardproof.report.markup import Child, svg, tag
 from shardproof.report.owner_map import cell_size, figure, owner_map, reduced
-
-if TYPE_CHECKING:
-    from shardproof.report.report import Report
+from shardproof.report.report import Report, sizes
 
 MAX_TITLED = 256  # most cells that show their numbers under the pointer
 # Upper bounds, in budgets, for the colours in colours.ERRORS; the last colour is for larger errors.
@@ -74,7 +73,9 @@ def _tensor(report: Report, tensor: TensorComparison) -> Element:
     wrong = int((ratios(tensor) > 1.0).sum())
     off = f"error over budget: {wrong} of {tensor.want.size} wrong" if wrong else "error over budget"
     both = tag("div", owner_map(holders(tensor, case.mesh), holder), _error_map(tensor, off), class_="maps")
-    return tag("div", tag("h3", name, verdict), both, class_="tensor")
+    is_of_another = case.json != report.case.json  # the worst of many examples
+    of_case = tag("p", f"worst in {sizes(case)}{when(case)}", class_="quiet") if is_of_another else None
+    return tag("div", tag("h3", name, verdict), of_case, both, class_="tensor")
 
 
 def _error_map(tensor: TensorComparison, caption: str) -> Element:
