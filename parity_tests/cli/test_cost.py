@@ -85,7 +85,11 @@ def test_several_schemes_are_compared(shardproof):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("mine.py::silent", "--mesh", "tp=2"), "scheme 'silent': declares no cost; give it one, as"),
+        (
+            ("mine.py::silent", "--mesh", "tp=2"),
+            "scheme 'silent': declares no cost; give scheme(...) cost=lambda case: Cost(forward={\"all_reduce\": "
+            "(calls, bytes)}), with Cost from shardproof",
+        ),
         (("mine.py::gathered", "--mesh", "cp=2"), "--mesh lacks tp: scheme 'gathered' has the axes tp; give tp=N"),
         (("mine.py::gathered", "--mesh", "tp=x"), "--mesh 'tp=x' is not NAME=NUMBER, such as tp=4, nor NAME=FIRST.."),
         (("mine.py::gathered", "--mesh", "tp=0"), "--mesh 'tp=0' is not NAME=NUMBER"),

@@ -20,6 +20,7 @@ from shardproof.draw.drawing import priced_case
 PHASES = ("forward", "backward")
 MOST = 64  # candidates per scheme
 PREFERRED = "bfloat16"
+GIVE_COST = 'give scheme(...) cost=lambda case: Cost(forward={"all_reduce": (calls, bytes)}), with Cost from shardproof'
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def candidates(scheme: Declared, setting: Setting, label: str = "") -> Compariso
     size fits.
     """
     if scheme.cost is None:
-        raise ValueError(f"scheme '{scheme.name}': declares no cost; give it one, as docs/reference/scheme.md says")
+        raise ValueError(f"scheme '{scheme.name}': declares no cost; {GIVE_COST}")
     missing = [axis for axis in scheme.mesh if axis not in setting.mesh]
     if missing:
         axes = ", ".join(scheme.mesh)
