@@ -2,9 +2,14 @@
 
 import json
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from shardproof.tracing.comparison import Line
+from shardproof.tracing.show import TraceReport, print_report
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "my_pair.py"
 ONE = "in_bfloat16 = "  # begins the line of the second pair
@@ -56,6 +61,18 @@ def test_standard_output_is_json_only(shardproof):
     assert traced["lines"][0]["tensor"] == "input of the model" and "output of w_down" in err
     shardproof("trace", "my_pair.py", "--json", "trace.json")
     assert json.loads(Path("trace.json").read_text()) == document
+
+
+def test_a_narrow_terminal_breaks_the_closing_sentence_between_words():
+    terminal = Console(file=StringIO(), width=80, force_terminal=True, color_system=None)
+    line = Line("layers.0.self_attn.q_proj.weight.grad", "backward", "layers.0", error=1.0, budget=100.0, ranks=())
+    print_report(terminal, TraceReport("tp=2 cp=2 of a model with a name", "on one device", [line]), False, False)
+    first, second = terminal.file.getvalue().splitlines()
+    assert len(first) <= 80 and second.startswith("  ")
+    assert f"{first} {second.strip()}" == (
+        "tp=2 cp=2 of a model with a name: 1 tensor as on one device, at most 0.01 of the budget "
+        "(layers.0.self_attn.q_proj.weight.grad)."
+    )
 
 
 def test_a_module_that_raises_is_a_failed_rank(shardproof):

@@ -355,6 +355,18 @@ def test_a_heading_of_80_columns_narrows_its_gaps_before_it_breaks():
         assert lines == [printed] if printed else len(lines) == 2 and lines[1].startswith("  ")
 
 
+def test_a_narrow_terminal_indents_the_owner_of_a_wrong_element():
+    report = report_of(doubled)
+    for width, lines in ((60, 2), (120, 1)):
+        terminal = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        terminal.print(report)
+        shown = terminal.file.getvalue().splitlines()
+        start = next(number for number, line in enumerate(shown) if line.startswith("  MISMATCH"))
+        row = shown[start : start + lines]
+        assert " ".join(row).split()[-3:] == ["owner", "tp", "0"] and max(map(len, row)) <= width
+        assert row[1:] == ["    owner tp 0"][: lines - 1]
+
+
 def test_a_report_of_a_rank_that_raised_has_its_small_integers():
     """Ids and offsets, of which a function may reject a few values only."""
 

@@ -103,12 +103,12 @@ def _schemes(tour: Tour, examples: int, everything: bool) -> None:
             tour.console.print(report, soft_wrap=not tour.console.is_terminal, highlight=False)
     for name, reason in ((titles[key], reason) for key, reason in outcome.not_run.items()):
         tour.wrong.append(f"{name} was not run")
-        tour.console.print(f"not run: {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+        tour.console.print(Sentence(f"not run: {name}: {reason}"), soft_wrap=True)
     for name, reason in ((titles[key], reason) for key, reason in outcome.not_judged.items()):
         tour.wrong.append(f"{name} was not judged")
-        tour.console.print(f"not judged: {reason}", markup=False, highlight=False, soft_wrap=True)
+        tour.console.print(Sentence(f"not judged: {reason}"), soft_wrap=True)
     for file, reason in discover.left_out().items():
-        tour.console.print(f"not run: {file}: {reason}", markup=False, highlight=False, soft_wrap=True)
+        tour.console.print(Sentence(f"not run: {file}: {reason}"), soft_wrap=True)
     if not outcome.reports:
         tour.wrong.append("there was no scheme to verify")
     tour.console.print(summary.timing(outcome), highlight=False)

@@ -22,7 +22,7 @@ from shardproof.engines.failure import RankFailure, Shared
 from shardproof.engines.ledger import Finding, Ledger
 from shardproof.explain.note import READ_TOO_EARLY, Note
 from shardproof.judge.compare import TensorComparison, index_text
-from shardproof.report.sentence import LINE, Sentence
+from shardproof.report.sentence import LINE, Row, Sentence
 from shardproof.report.tested_versions import newer
 
 PLAIN_WIDTH = 132
@@ -379,7 +379,7 @@ class Report:
         lines = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
         table: list[RenderableType] = [Text(lines[0], style="dim")]
         for tensor, line in zip(self.tensors, lines[1:], strict=True):
-            table.append(Text(line, style="" if tensor.ok else "red"))
+            table.append(Row(line, style="" if tensor.ok else "red"))
             table += [Sentence(f"    {note}") for note in self.notes.get(tensor.label, ())]
         return table
 

@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 LINE = 80  # columns
+BELOW = " " * 4  # where the rest of a row begins
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,30 @@ class Sentence:
         yield Text(text, style=self.style)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A line of columns; a narrow terminal breaks its last column at a comma, and indents what follows."""
+
+    text: str
+    style: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text, width = self.text, options.max_width
+        if console.is_terminal and len(text) > width:
+            parts = text.replace(", ", f",\n{BELOW}").splitlines()
+            text = "\n".join(line for part in parts for line in _lines(part, width, BELOW))
+        yield Text(text, style=self.style)
+
+
 def _wrapped(line: str, width: int) -> str:
     if len(line) > width:  # columns of a heading move together before it is broken
         line = re.sub(r"(?<=\S) {3,}", "  ", line)
     below = " " * (len(line) - len(line.lstrip()) + 2)
-    lines = textwrap.wrap(line, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
-    return "\n".join(lines)
+    return "\n".join(_lines(line, width, below))
+
+
+def _lines(text: str, width: int, below: str) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
 
 
 def print_report(report: RenderableType, stream: TextIO | None) -> None:

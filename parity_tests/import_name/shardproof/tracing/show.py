@@ -15,6 +15,7 @@ from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from shardproof.engines.failure import RankFailure
 from shardproof.report.out_path import write_text
 from shardproof.report.report import number
+from shardproof.report.sentence import Sentence
 from shardproof.tracing.comparison import Line, first
 
 INNER = "inside a module, where other tokens may be held"
@@ -59,7 +60,7 @@ def print_report(console: Console, report: TraceReport, is_whole: bool, quiet: b
     style = "bold" if report.failure is None else "red"
     sentences = [closing(report).partition("\n")[0]] if quiet else [closing(report), *asides(report)]
     for text in sentences:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        console.print(Sentence(text, style), soft_wrap=True)
         style = ""
 
 

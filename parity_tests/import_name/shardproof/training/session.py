@@ -16,6 +16,7 @@ from shardproof.engines.engines import run as on_ranks
 from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
 from shardproof.report.out_path import check_writable, naming, write_text
+from shardproof.report.sentence import Sentence
 from shardproof.training import checkpoint, page, show
 from shardproof.training.body import train as body
 from shardproof.training.figure import figure
@@ -73,7 +74,7 @@ def _all(runs: Sequence[Run], options: TrainOptions) -> int:
         try:
             steps = followed(run, reference_steps, options.engine, options.quiet)
         except RankFailure as failure:
-            console.print(f"{show.named(run)}: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
+            console.print(Sentence(f"{show.named(run)}: {failure}", "red"), soft_wrap=True)
             status = RANK_FAILED
             reports.append((run, failure))
             continue
@@ -81,7 +82,7 @@ def _all(runs: Sequence[Run], options: TrainOptions) -> int:
         reports.append((run, steps))
         if not options.quiet:
             console.print(show.table(steps))
-        console.print(show.closing(run, steps), style="bold", markup=False, highlight=False, soft_wrap=True)
+        console.print(Sentence(show.closing(run, steps), "bold"), soft_wrap=True)
         status = max(status, EQUAL if all(step.ok for step in steps) else MISMATCH)
     if options.json:
         write_text(options.json, show.as_json(reports))
