@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shardproof import scheme, values
+from shardproof.compared import NothingCompared
 from shardproof.draw.drawing import meshes_left_out
-from shardproof.verification import VALUE_EXAMPLES, NothingCompared, verify
+from shardproof.verification import VALUE_EXAMPLES, verify
 
 
 def declared(function, **more):

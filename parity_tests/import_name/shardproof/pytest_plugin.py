@@ -126,11 +126,11 @@ class SchemeTest(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The report without a traceback: no line of the test is to blame for a scheme."""
+        from shardproof.compared import NothingCompared
         from shardproof.declare.declaration_failure import DeclarationFailure
         from shardproof.engines.failure import RankFailure
         from shardproof.judge.reference import ReferenceFailure
         from shardproof.report.report import VerdictError
-        from shardproof.verification import NothingCompared
 
         of_the_scheme = (VerdictError, RankFailure, ReferenceFailure, DeclarationFailure, NothingCompared)
         if isinstance(excinfo.value, RankFailure) and self.report is not None:

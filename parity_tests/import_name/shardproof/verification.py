@@ -31,13 +31,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from shardproof.compared import check_compared
 from shardproof.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from shardproof.declare.conditions import LARGER_WORLD
 from shardproof.declare.declared import Declared
 from shardproof.declare.discover import lookup
-from shardproof.declare.draws import Chooser, has_infinities
+from shardproof.declare.draws import Chooser
 from shardproof.declare.keywords import rejects_unknown_keywords
 from shardproof.draw import size_choices
 from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
@@ -55,11 +54,11 @@ from shardproof.experiments.smallest import shrink
 from shardproof.experiments.special_values import name_values_to_avoid
 from shardproof.experiments.undecided import verify_or_undecided
 from shardproof.judge import kept_traces
-from shardproof.judge.reference import CLOCK, UNIT_ROUNDOFF, accumulator_roundoff
+from shardproof.judge.reference import CLOCK
 from shardproof.replays import write_replay
 from shardproof.report.guard import sentence_of
 from shardproof.report.merging import merge_reports
-from shardproof.report.report import OF_ALL_EXAMPLES, Report, mesh_text, sizes
+from shardproof.report.report import OF_ALL_EXAMPLES, Report, mesh_text
 from shardproof.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
@@ -67,10 +66,6 @@ Progress = Callable[[int, int, str], None]
 SMALLER, CONFIRMED, CAUSE = "fails; making it smaller:", "fails; confirming on gloo:", "fails; finding the cause:"
 VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
 MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
-
-
-class NothingCompared(ValueError):
-    """In every example all tensors were empty or below their budgets, or the reference of one had no finite number."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ def verify(
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok or report.only_unwaited]
     if equal and not any(_ends(report) for report in reports):
-        _check_compared(scheme, equal)
+        check_compared(scheme, equal)
     left_out = {mesh_text(mesh): reason for mesh, reason in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
     trace_seconds = CLOCK.seconds - trace_seconds_before
     report = replace(
@@ -278,65 +273,6 @@ def _case_of_each_mesh_and_dtype(
         case = draw_case(scheme, seeded_chooser(seed), {**fixed, **mesh}, seed=seed, **draw_options)
         cases += [case.replace(dtype=dtype) for dtype in dtypes]
     return cases
-
-
-def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
-    """Errors: NothingCompared if all outputs are empty, or a tensor has no finite number, is undefined or below budget.
-
-    A result of NaN passes where the reference is NaN, and an infinity where it is that infinity.
-    """
-    # Gradients of empty outputs are zeros, whatever the function computes.
-    outputs = [tensor for report in reports for tensor in report.tensors if tensor.role == "output"]
-    if not any(tensor.want.size for tensor in outputs):
-        raise NothingCompared(
-            f"scheme '{scheme.name}': every output is empty at {sizes(reports[-1].case)}; nothing was compared"
-        )
-    compared: set[str] = set()
-    without: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}  # references of tensors with nothing to compare
-    for report in reports:
-        for tensor in report.tensors:
-            if (np.isfinite(tensor.element_budgets) & np.isfinite(tensor.want)).any():
-                compared.add(tensor.label)
-            elif tensor.want.size:
-                without.setdefault(tensor.label, []).append((tensor.want, report.case))
-    for label in [each for each in without if each not in compared]:
-        wants, cases = zip(*without[label], strict=True)
-        why = f"{label} depends on NaN in an output"
-        if not any(np.isfinite(want).any() for want in wants):
-            is_nan = all(np.isnan(want).all() for want in wants)
-            why = f"the reference of {label} is {'NaN' if is_nan else 'infinite or NaN'}"
-        are_drawn = all(any(map(has_infinities, case.values.values())) for case in cases)
-        remedy = "correct the reference, or draw values that it is defined for"
-        raise NothingCompared(
-            f"scheme '{scheme.name}': {why} everywhere at {sizes(cases[0])}; nothing of it was compared: "
-            f"{'infinities or NaN were drawn, give more examples' if are_drawn else remedy}"
-        )
-    _check_power(scheme, reports)
-
-
-def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:
-    """NothingCompared if all values of an output, or of all gradients, are smaller than their budgets.
-
-    Zeros would be right too. A value that is 0 but for the rounding of the reference's float64 is an exception: zeros
-    are right. A single gradient may have no such value in a few examples, as in a deep model with large inputs.
-    """
-    largest: dict[str, tuple[str, str]] = {}  # by label: the group that it is judged in, and its budget
-    powerful: set[str] = set()
-    for report in reports:
-        rounding = UNIT_ROUNDOFF["float64"] / accumulator_roundoff(report.case.dtype)  # of a budget in float32
-        for tensor in report.tensors:
-            size, budget = np.abs(tensor.want), tensor.element_budgets
-            judged_with = tensor.label if tensor.role == "output" else "gradients"
-            if not (np.isfinite(size) & np.isfinite(budget) & (size <= budget)).all():
-                powerful.add(judged_with)
-            elif size.size and size.max() > rounding * budget.max():
-                largest[tensor.label] = judged_with, f"{budget.max():.1e} for values up to {size.max():.1e}"
-    for label, (judged_with, sizes_of_both) in largest.items():
-        if judged_with not in powerful:
-            raise NothingCompared(
-                f"scheme '{scheme.name}': the budget of {label} is {sizes_of_both}, and never below a value: "
-                "zeros would be accepted too; write the reference without large numbers that cancel"
-            )
 
 
 def _ends(report: Report) -> bool:

@@ -25,9 +25,9 @@ from shardproof.declare.failed_declaration import FailedDeclaration, FailedImpor
 from shardproof.declare.followed import followed
 from shardproof.declare.mentioned import declares
 from shardproof.declare.own_modules import check_own_modules, is_beside
-from shardproof.declare.targets import is_path
+from shardproof.declare.targets import BrokenImport, LeftImport, NeedsExtra, NoScheme, UnusableTarget, is_path
 from shardproof.endings import exits, journal
-from shardproof.endings.exit_status import RANK_FAILED, USAGE
+from shardproof.endings.exit_status import USAGE
 from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
@@ -88,32 +88,6 @@ NOT_OWN = (
 )  # folders in a project with other people's code
 IMPORTS = "importing built-in schemes"
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components need, with the extra of each
-
-
-class UnusableTarget(Exception):
-    """A target that names no scheme, or a file that cannot be imported; the message is for users."""
-
-
-class NoScheme(UnusableTarget):
-    """A file that declares no scheme."""
-
-
-class LeftImport(UnusableTarget):
-    """The import of a file exits, or ended an earlier process of this command; the message names the line."""
-
-    status = RANK_FAILED
-
-    def __init__(self, message: str, line: int) -> None:
-        super().__init__(message)
-        self.line = line
-
-
-class BrokenImport(UnusableTarget):
-    """A file whose import raises; the message names the line."""
-
-
-class NeedsExtra(UnusableTarget):
-    """A file that needs a package which is not installed; the message names the extra."""
 
 
 def find(targets: list[str]) -> list[Declared]:

@@ -1,0 +1,76 @@
+"""Whether equal reports have compared anything: no output is empty, no tensor without a number above its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardproof.declare.case import CaseSpec
+from shardproof.declare.declared import Declared
+from shardproof.declare.draws import has_infinities
+from shardproof.judge.reference import UNIT_ROUNDOFF, accumulator_roundoff
+from shardproof.report.report import Report, sizes
+
+
+class NothingCompared(ValueError):
+    """In every example all tensors were empty or below their budgets, or the reference of one had no finite number."""
+
+
+def check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
+    """Errors: NothingCompared if all outputs are empty, or a tensor has no finite number, is undefined or below budget.
+
+    A result of NaN passes where the reference is NaN, and an infinity where it is that infinity.
+    """
+    # Gradients of empty outputs are zeros, whatever the function computes.
+    outputs = [tensor for report in reports for tensor in report.tensors if tensor.role == "output"]
+    if not any(tensor.want.size for tensor in outputs):
+        raise NothingCompared(
+            f"scheme '{scheme.name}': every output is empty at {sizes(reports[-1].case)}; nothing was compared"
+        )
+    compared: set[str] = set()
+    without: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}  # references of tensors with nothing to compare
+    for report in reports:
+        for tensor in report.tensors:
+            if (np.isfinite(tensor.element_budgets) & np.isfinite(tensor.want)).any():
+                compared.add(tensor.label)
+            elif tensor.want.size:
+                without.setdefault(tensor.label, []).append((tensor.want, report.case))
+    for label in [each for each in without if each not in compared]:
+        wants, cases = zip(*without[label], strict=True)
+        why = f"{label} depends on NaN in an output"
+        if not any(np.isfinite(want).any() for want in wants):
+            is_nan = all(np.isnan(want).all() for want in wants)
+            why = f"the reference of {label} is {'NaN' if is_nan else 'infinite or NaN'}"
+        are_drawn = all(any(map(has_infinities, case.values.values())) for case in cases)
+        remedy = "correct the reference, or draw values that it is defined for"
+        raise NothingCompared(
+            f"scheme '{scheme.name}': {why} everywhere at {sizes(cases[0])}; nothing of it was compared: "
+            f"{'infinities or NaN were drawn, give more examples' if are_drawn else remedy}"
+        )
+    _check_power(scheme, reports)
+
+
+def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:
+    """NothingCompared if all values of an output, or of all gradients, are smaller than their budgets.
+
+    Zeros would be right too. A value that is 0 but for the rounding of the reference's float64 is an exception: zeros
+    are right. A single gradient may have no such value in a few examples, as in a deep model with large inputs.
+    """
+    largest: dict[str, tuple[str, str]] = {}  # by label: the group that it is judged in, and its budget
+    powerful: set[str] = set()
+    for report in reports:
+        rounding = UNIT_ROUNDOFF["float64"] / accumulator_roundoff(report.case.dtype)  # of a budget in float32
+        for tensor in report.tensors:
+            size, budget = np.abs(tensor.want), tensor.element_budgets
+            judged_with = tensor.label if tensor.role == "output" else "gradients"
+            if not (np.isfinite(size) & np.isfinite(budget) & (size <= budget)).all():
+                powerful.add(judged_with)
+            elif size.size and size.max() > rounding * budget.max():
+                largest[tensor.label] = judged_with, f"{budget.max():.1e} for values up to {size.max():.1e}"
+    for label, (judged_with, sizes_of_both) in largest.items():
+        if judged_with not in powerful:
+            raise NothingCompared(
+                f"scheme '{scheme.name}': the budget of {label} is {sizes_of_both}, and never below a value: "
+                "zeros would be accepted too; write the reference without large numbers that cancel"
+            )
