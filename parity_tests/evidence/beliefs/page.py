@@ -24,7 +24,8 @@ has them as diffs.
 
 A belief is judged by `shardproof verify` with default settings: by up to {farthest} schemes of its component that run
 its line, the nearest first, then by as many of the other components. No further scheme is begun after {limit:.0f}
-seconds. What these miss is judged by the fast tests of the component that run the line.
+seconds. What these miss is judged by the fast tests of the component that run the line. Outcomes of earlier runs are
+kept.
 
 {written_by}
 
