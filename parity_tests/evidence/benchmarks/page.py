@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from parity_tests.evidence.benchmarks.cells import cells_of, plain
+from parity_tests.evidence.benchmarks.cells import NUMBER, cells_of, plain
 from parity_tests.evidence.benchmarks.figure import Figure
 from parity_tests.evidence.benchmarks.reasons import reason
 from parity_tests.evidence.benchmarks.stored import Run, Section
@@ -19,26 +20,29 @@ from parity_tests.evidence.page import anchor, joined, markdown_table, versions
 
 HEAD = """# Benchmarks
 
-Of {promised} promised figures {kept} are kept and [{missed} are missed](#missed). The harness promises times on the
-machine below, and the functions promise parts of the time that other code takes for the same work, such as
-megatron-core or plain torch: [each promise, and against whom](#what-is-promised-and-against-whom).
+Shardproof promises {promised} figures: {kept} are kept, and [{missed} are missed](#missed). The harness promises
+absolute times on the machine below. The functions promise a ratio to the time of other code for the same work, such
+as megatron-core or plain torch: [each promise, and against whom](#what-is-promised-and-against-whom).
 
 {on}"""
 READING = """## How to read and repeat it
 
-Both sides of a ratio run in turn, so that the machine's load meets both; an absolute time is for this machine alone. A
-figure is a median; its spread, conditions and profile stand in [benchmarks.json](benchmarks.json). An error is in
-[budgets](concepts/tolerance-and-budget.md): 1 is what rounding may explain. [Peers](peers.md) says what the other
-projects are for. `make bench` measures all figures, and `python -m parity_tests.evidence.benchmarks --only` one
-section, whose date then stands there."""
+Both sides of a ratio run in turn, so that the machine's load meets both; an absolute time is for this machine alone.
+A figure is a median; its spread, conditions and profile stand in [benchmarks.json](benchmarks.json). An error is a
+multiple of the [budget](concepts/tolerance-and-budget.md) that rounding has; above 1 it is a mistake.
+[Peers](peers.md) says what the other projects are for. `make bench` measures all figures, and `python -m
+parity_tests.evidence.benchmarks --only` one section, whose date then stands there."""
 PROMISES = "## What is promised, and against whom"
 OF_PROMISES = "A dash: the promise is an absolute number, and no other code is timed beside it."
 AGAINST = re.compile(r"(?:\bover|\btimes|% of the) ([A-Za-z].*?)(?:,|$)")  # in a figure's name or promise
 CHART = "logprob, bfloat16"  # the rows of the chart
 CHART_HEAD = """## Log-probability, ours and others
 
-CPU time of `vocab_parallel_logprob` (ours) and of other code: {conditions}; shorter is better. {wide}"""
-MISSED = "## Missed"
+CPU time of `vocab_parallel_logprob` (ours) and of other code, forward and backward unless a row says otherwise:
+{conditions}; shorter is better. {wide}"""
+MISSED = """## Missed
+
+The farthest from its promise comes first."""
 SIZE = re.compile(r"\w+=")  # the size of a dim, whose name stays as it is
 NO_BREAK = "\N{NO-BREAK SPACE}"
 BAR = 16  # characters of the longest bar, which fit beside names and times on a phone
@@ -120,11 +124,29 @@ def _peers(section: Section) -> str:
 
 def _missed(missed: Sequence[tuple[Section, Figure]]) -> str:
     rows = [
-        (f"[{figure.name}](#{anchor(section.title)})", figure.promised, cells_of(figure).value, reason(figure, section))
-        for section, figure in missed
+        (
+            f"[{figure.name}](#{anchor(section.title)})",
+            figure.promised,
+            cells_of(figure).value,
+            f"{_miss(figure):.2f} times",
+            reason(figure, section),
+        )
+        for section, figure in sorted(missed, key=lambda each: -_miss(each[1]))
     ]
-    columns = ("figure", "promised", "measured", "where the time goes")
+    columns = ("figure", "promised", "measured", "missed by", "where the time goes")
     return joined(MISSED, markdown_table(columns, rows)) if rows else ""
+
+
+def _miss(figure: Figure) -> float:
+    """How many times a missed figure is larger or smaller than its promise."""
+    promised, measured = (_value(text) for text in (figure.promised, cells_of(figure).value))
+    return max(promised / measured, measured / promised)
+
+
+def _value(text: str) -> float:
+    """The first number, of a percentage as a part of 1."""
+    found = re.search(rf"({NUMBER})(%?)", text.replace(",", ""))
+    return float(found[1]) / (100 if found[2] else 1) if found else math.nan
 
 
 @dataclass(frozen=True)
@@ -157,9 +179,17 @@ def _chart(figures: Sequence[Figure]) -> str:
     if not arms:
         return ""
     longest = arms[-1].milliseconds
-    rows = [(arm.name, f"{arm.milliseconds:,.0f}{NO_BREAK}ms", _bar(arm.milliseconds / longest)) for arm in arms]
+    rows = [
+        (
+            arm.name,
+            f"{arm.milliseconds:,.0f}{NO_BREAK}ms",
+            arm.part(r"([\d.]+) times ours") or "1",
+            _bar(arm.milliseconds / longest),
+        )
+        for arm in arms
+    ]
     head = CHART_HEAD.format(conditions=arms[0].figure.how.partition("; ")[0], wide=_in_float32(figures, arms))
-    return joined(head, markdown_table(("implementation", "CPU time", ""), rows))
+    return joined(head, markdown_table(("implementation", "CPU time", "times ours", ""), rows))
 
 
 def _in_float32(figures: Sequence[Figure], arms: Sequence[Arm]) -> str:

@@ -35,7 +35,7 @@ def _reasons(figure: Figure, section: Section) -> Iterator[str]:
         slowest = (re.sub(r"\w+(?= \d)", r"`\g<0>`", names) for names in SLOWEST.findall(figure.how))
         yield "; slowest: ".join([examples[1].replace(" of it", ""), *slowest])
     for factor in EXCHANGE.findall(figure.measured):
-        yield f"its messages: they alone would be {factor} times faster than the loop"
+        yield f"its messages, which alone are {factor} times faster than the loop"
     work = figure.name.rpartition(", ")[0]
     for other in section.figures:
         if work and other.name.rpartition(", ")[0] == work:
@@ -61,7 +61,7 @@ def _within(figure: Figure) -> Iterator[str]:
     if promise and spread:
         least, greatest = re.findall(NUMBER, spread[0])
         if float(least) <= float(promise[0]) <= float(greatest):
-            yield f"the rounds differ by more than what is missed: {least} to {greatest}"
+            yield f"within the spread of the rounds, {least} to {greatest}"
 
 
 def _function(name: str) -> str:

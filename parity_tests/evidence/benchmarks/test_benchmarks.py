@@ -70,13 +70,21 @@ ARMS = (
 
 def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", FIGURES),)))
-    assert page.startswith("# Benchmarks\n\nOf 2 promised figures 1 are kept and [1 are missed](#missed).")
-    assert "| [late](#times) | <= 0.5 times | 0.6 times | `mm` 61%, `send` 30% |" in page
+    assert page.startswith("# Benchmarks\n\nShardproof promises 2 figures: 1 are kept, and [1 are missed](#missed).")
+    assert "| [late](#times) | <= 0.5 times | 0.6 times | 1.20 times | `mm` 61%, `send` 30% |" in page
     assert page.index("## Missed") < page.index("## Times\n\nOnce.\n")
     assert "| early |  |  | 1 s | <= 2 s | kept |" in page
     assert "| late | 2,330 ms | peer 9 ms | 0.6 times | <= 0.5 times | **missed** |" in page
     assert "| free |  |  | 4 s | - | - |" in page
     assert page.endswith("The run took 7 s.\n")
+
+
+def test_the_farthest_from_its_promise_is_the_first_missed():
+    promises = {"near": ("<= 2 s", "3 s"), "far": (">= 10 per second", "2"), "part": (">= 85% of a copy", "0.5 of it")}
+    figures = [Figure(name, *texts, False, "once") for name, texts in promises.items()]
+    page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", tuple(figures)),)))
+    far, part, near = (page.index(f"| [{name}]") for name in ("far", "part", "near"))
+    assert far < part < near and "| 5.00 times |" in page and "| 1.70 times |" in page
 
 
 def test_compiled_graphs_of_one_profile_count_together():
@@ -92,9 +100,14 @@ TRACED = "8 examples in 9 s, 3% of it tracing references and 5% running ranks; s
     ("name", "measured", "how", "expected"),
     [
         ("loop, 4 rows, alone", LATE, "once", "of the whole: `mm` 61%, `send` 30%"),
-        ("loop, 5 rows", f"{LATE}; the exchange alone 23.2; 5 ms", "once", "its messages: they alone would be 23.2"),
+        (
+            "loop, 5 rows",
+            f"{LATE}; the exchange alone 23.2; 5 ms",
+            "once",
+            "its messages, which alone are 23.2 ",
+        ),
         ("tour", "9 s", TRACED, "3% tracing references and 5% running ranks; slowest: `a` 4 s, `b` 2 s"),
-        ("rate", "79 (70 to 84) examples/s", "once", "the rounds differ by more than what is missed: 70 to 84"),
+        ("rate", "79 (70 to 84) examples/s", "once", "within the spread of the rounds, 70 to 84"),
         ("rate", "69 (60 to 74) examples/s", "once", "not profiled"),
     ],
 )
@@ -132,7 +145,8 @@ def test_a_section_measured_on_the_same_machine_does_not_repeat_it():
 
 def test_implementations_of_one_work_have_a_bar_and_a_row_each():
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Peers", ARMS),)))
-    assert f"| ours | 50\N{NO-BREAK SPACE}ms | {'█' * 8} |\n| theirs | 100\N{NO-BREAK SPACE}ms | {'█' * 16} |\n" in page
+    space, bar = "\N{NO-BREAK SPACE}", "█" * 8
+    assert f"| ours | 50{space}ms | 1 | {bar} |\n| theirs | 100{space}ms | 2 | {bar * 2} |\n" in page
     assert "**logprob, bfloat16**: of two ranks; n=7." in page
     assert "| ours | 50 ms | 1 | 1.13 | 1 all_gather | 768 | 0.5 | kept |" in page
     assert "| theirs | 100 ms | 2 | not seen | not seen |  | 3 | - |" in page
