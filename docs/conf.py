@@ -163,6 +163,14 @@ def _breakable(found):
     return f'{title}<span class="pre">{BREAK.sub(place, text)}</span>'
 
 
+def with_sentences(app, name, source):
+    """Add to the page of failures what a click shows."""
+    if name == "failures":
+        from parity_tests.evidence.failures import page, stored
+
+        source[0] = page.with_sentences(stored.read(Path(app.srcdir) / "failures.json"))
+
+
 def in_mathml(display):
     def visit(translator, node):
         text = node.astext().replace("{aligned}", "{split}")  # the same, under the name that latex2mathml knows
@@ -177,6 +185,7 @@ def setup(app):
     app.connect("doctree-read", without_private_names, priority=400)  # before contents are collected
     app.connect("builder-inited", with_notebooks)
     app.connect("builder-inited", with_gallery)
+    app.connect("source-read", with_sentences)
     app.connect("source-read", to_notebooks)
     app.connect("html-page-context", with_places_to_break)
     app.connect("autodoc-process-docstring", as_sentences)

@@ -1,4 +1,7 @@
-"""docs/failures.md: the cause of each cell, with its sentence at a click, made from docs/failures.json."""
+"""docs/failures.md: the cause of each cell, made from docs/failures.json.
+
+The built manual adds the sentence of each cell and the code of each kind, at a click.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ HEAD = """# What a failure says
 
 {summary}
 
-Each row is a kind of failure, each column an engine, with 2 and 4 ranks. A click on a mark shows the sentence that is
-printed, and a click on a kind its code. [Read a failure](how-to/read-a-failure.md) explains the sentences. A mark with
-*no rank*, *no operation* or *no line* has a sentence that lacks it.
+Each row is a kind of failure, each column an engine, with 2 and 4 ranks. In the built manual a click on a mark shows
+the sentence that is printed, and a click on a kind its code. [Read a failure](how-to/read-a-failure.md) explains the
+sentences. A mark with *no rank*, *no operation* or *no line* has a sentence that lacks it.
 
 {marks}"""
 NOTES = {
@@ -43,11 +46,17 @@ MEANINGS = {
     "ended": "the command ended before it could answer",
     "done": "nothing failed",
 }
+FOLD = re.compile(r"<details><summary([^>]*)>(.*?)</summary><pre>.*?</pre></details>")
 RANKS = re.compile(r"\branks? \d+(?:(?:, | and |-)\d+)*")
 
 
 def text(run: Run) -> str:
-    """The text of the page."""
+    """The text of the page, without what a click shows."""
+    return FOLD.sub(r"<span\1>\2</span>", with_sentences(run))
+
+
+def with_sentences(run: Run) -> str:
+    """The text of the page for the built manual."""
     marks = Counter(cell.cause for cell in run.cells.values())
     rows = [(mark, MEANINGS.get(mark, ""), str(count)) for mark, count in marks.most_common()]
     head = HEAD.format(summary=_summary(run.cells), marks=markdown_table(("mark", "meaning", "cells"), rows))

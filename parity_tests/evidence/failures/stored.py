@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -44,7 +45,7 @@ def with_cells(before: Run | None, matrix: Mapping[tuple[str, int], Sequence[Cel
 def everywhere(sentence: str) -> str:
     """A sentence as it reads on every machine: without the folders of this one, and without torchrun's log."""
     ours = LIST.sub("", LOG.sub("", sentence)).strip()
-    return TEMPORARY.sub("", PACKAGES.sub("", ours).replace(ROOT, ""))
+    return TEMPORARY.sub("", PACKAGES.sub("", ours).replace(sys.executable, "python").replace(ROOT, ""))
 
 
 def read(path: Path) -> Run | None:
@@ -59,4 +60,5 @@ def read(path: Path) -> Run | None:
 def write(run: Run, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     cells = [{"engine": engine, "ranks": world, **asdict(cell)} for (engine, world, _), cell in run.cells.items()]
-    path.write_text(json.dumps({"written_by": run.written_by, "cells": cells}, indent=1, ensure_ascii=False) + "\n")
+    lines = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in cells)  # a line each, for a reader of changes
+    path.write_text(f'{{"written_by": {json.dumps(run.written_by)}, "cells": [\n{lines}\n]}}\n')

@@ -131,7 +131,7 @@ ON = "Written by a test."
 
 def cell_of(run: stored.Run, kind: str, engine: str) -> str:
     """The cell of the page, as it is written."""
-    (row,) = [line for line in page.text(run).splitlines() if f"<summary>{kind}</summary>" in line]
+    (row,) = [line for line in page.with_sentences(run).splitlines() if f"<summary>{kind}</summary>" in line]
     return row.split("<td>")[2 + ENGINES.index(engine)].partition("</td>")[0]
 
 
@@ -148,8 +148,16 @@ def test_a_mark_has_its_sentence_and_a_kind_its_code() -> None:
         ("2 ranks: raised, no operation", "gloo, 2 ranks, after 0.2 s:\nraised: rank 1 raised <KeyError> at a.py:3")
     ]
     assert cell_of(run, "raises", "lockstep") == '<span class="pale">not run</span>'
-    assert 'raise KeyError("no such weight")&#10;    dist.all_reduce(' in page.text(run)
+    assert 'raise KeyError("no such weight")&#10;    dist.all_reduce(' in page.with_sentences(run)
     assert "\n1 kinds of failure in 1 cells: 1 sentence lacks a rank" in page.text(run)
+
+
+def test_the_committed_page_has_the_marks_of_the_committed_cells() -> None:
+    docs = Path(stored.ROOT) / "docs"
+    run = stored.read(docs / "failures.json")
+    assert run is not None and list(run.cells) == stored.PLACES
+    marks = page.text(run)
+    assert "<details>" not in marks and (docs / "failures.md").read_text() == marks
 
 
 def test_one_sentence_of_two_that_differ_by_ranks_alone() -> None:
