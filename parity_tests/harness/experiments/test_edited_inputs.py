@@ -47,6 +47,11 @@ def test_squares_of_a_replicated_input_that_every_rank_adds():
     assert notes["out"] == (f"every tensor {REFERENCE_WITH} b times sqrt(tp): its squares are counted tp times")
 
 
+def test_a_dim_of_size_one_is_a_number_without_a_name():
+    notes = first_notes(norm_of_all, norm, {"w": "o/tp i", "b": "1 h"}, "tp=I", {"tp": 2, "o": 4, "i": 2, "h": 3})
+    assert notes["out"] == (f"every tensor {REFERENCE_WITH} b times sqrt(tp): its squares are counted tp times")
+
+
 def linear_with_bias_on_every_rank(mesh, x, w, b):
     y = x @ w + b
     dist.all_reduce(y, group=mesh["tp"])

@@ -71,7 +71,8 @@ def edits_of_inputs(scheme: Declared, case: CaseSpec) -> Iterator[InputEdit]:
     floats = [arg for arg in args if not arg.is_integer]
     axes = [axis for axis, size in case.mesh.items() if size > 1]
     for arg in floats:
-        yield from _numbers(arg, axes)
+        # A dim of size 1 is written as a number and has no name.
+        yield from _numbers(arg, axes, [name for name in arg.spec.dim_names if name in case.dims])
     for one, other in combinations(floats, 2):
         if one.shape(case) == other.shape(case) and one.differentiable == other.differentiable:
             pair = one.name, other.name
@@ -87,8 +88,8 @@ def _unchanged(arg: Argument, case: CaseSpec) -> Change:
     return Change()
 
 
-def _numbers(arg: Argument, axes: Sequence[str]) -> Iterator[InputEdit]:
-    for size in dict.fromkeys([*axes, *(name for name in arg.spec.dim_names if name)]):
+def _numbers(arg: Argument, axes: Sequence[str], dims: Sequence[str]) -> Iterator[InputEdit]:
+    for size in dict.fromkeys([*axes, *dims]):
         for power, text in POWERS:
             meaning = COUNTED.get(power, "").format(size) if size in axes else ""
             yield InputEdit((arg.name,), f"times {text.format(size)}", meaning, partial(_to_a_power, size, power))
