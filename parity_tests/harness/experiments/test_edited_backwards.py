@@ -52,6 +52,30 @@ def test_a_sum_of_each_ranks_own_part_in_a_backward():
     assert first == f"{RIGHT_ONCE}sum at {place} is the sum over all ranks of tp, not of each rank's own part"
 
 
+class ScatterOfSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return summed(x, group).chunk(group.size())[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx, g):
+        parts = [torch.zeros_like(g) for _ in range(ctx.group.size())]
+        parts[ctx.group.rank()] = g
+        return torch.cat(parts), None  # the mistake: other ranks' parts are zeros
+
+
+def scattered(mesh, x):
+    return ScatterOfSum.apply(x.square().sum(-1), mesh["tp"])
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_zeros_in_a_backward_where_other_ranks_have_gradients():
+    first = notes_of(scattered, lambda x: (x**2).sum(-1), outputs="b/tp", tp=2, b=4, v=8)[0]
+    place = line_of(ScatterOfSum, "torch.cat")
+    assert first == f"{RIGHT_ONCE}cat at {place} is the sum over all ranks of tp, not of each rank's own part"
+
+
 class NormOfLocalMeans(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, ranks):

@@ -84,7 +84,8 @@ class Recorder(Mode):
 
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        first = next((arg for arg in args if isinstance(arg, Tensor)), None)
+        parts = args[0] if args and isinstance(args[0], list | tuple) else ()  # of `torch.cat`
+        first = next((arg for arg in (*args, *parts) if isinstance(arg, Tensor)), None)
         value = value_of(result)
         if dist.get_rank() or not operation.source or first is None:
             return result

@@ -231,10 +231,14 @@ def _of_two_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
 
 
 def _of_backwards(scheme: Declared, report: Report) -> Iterator[Edit]:
-    """A collective over an axis after each operation of a hand-written backward that reduces, then after two."""
+    """A collective over an axis after each operation of a hand-written backward that reduces, after two, after others.
+
+    A sum of each rank's part among zeros is what a gather gives.
+    """
     operations = _of_lines(_operations(scheme, report, in_backwards))
     reducing = [(operation,) for operation, reduces in operations.items() if reduces]
-    for together in (*reducing, *_pairs(operations)):
+    others = [(operation,) for operation, reduces in operations.items() if not reduces]
+    for together in (*reducing, *_pairs(operations), *others):
         yield from _collective_after(scheme, report, together, in_backwards)
 
 
