@@ -69,7 +69,7 @@ def _seconds(saves: int) -> dict[str, list[tuple[float, float]]]:
                     verdict, report = _times(process.stdout, VERDICTS[kind])
                     seconds[kind].append((verdict - start, report - start))
             finally:
-                os.killpg(process.pid, signal.SIGINT)
+                os.killpg(process.pid, signal.SIGTERM)  # a job in the background hears no SIGINT
     return seconds
 
 
