@@ -178,6 +178,7 @@ FLOORS = (
     "replays",
     "second_opinion",
     "line_types",
+    "compared",
     "verification",
     "declaration",
     "cost",

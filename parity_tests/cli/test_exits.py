@@ -348,32 +348,6 @@ def test_a_mismatch_outlives_what_the_file_does_to_sys():
     assert "1 scheme, 1 mismatch, 0 not run." in out  # and is not lost with what the file has closed
 
 
-OUTPUTS = {
-    "kept in memory": "sys.stdout = sys.stderr = io.StringIO()\n",
-    "in a log": "sys.stdout = sys.stderr = open('log.txt', 'w')\n",
-    "none": "sys.stdout = sys.stderr = None\n",
-    "wrapped": "sys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8')\n",
-    "taken apart": "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())\n",
-    "closed below": "os.close(1)\nos.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n",
-    "silent": "builtins.print = lambda *words, **how: None\n",
-    "not written": "for stream in (sys.stdout, sys.stderr, sys.__stdout__): stream.write = len\n",
-    "not written below": "sys.__stdout__.buffer.write = len\n",
-    "of no text": "json.dumps = lambda *content, **how: '{}'\njson.loads = lambda text: {}\n",
-}
-
-
-@pytest.mark.fast_values(1)
-@pytest.mark.parametrize("output", OUTPUTS)
-def test_a_verdict_is_printed_whatever_the_file_prints_to(output):
-    file = written("wrong.py", "import builtins, codecs, io, json, os, sys\n", OUTPUTS[output], WRONG)
-    status, out, _ = verified(file, "--mesh", "tp=2", "--examples", "1")
-    assert status == MISMATCH and out.splitlines()[-1] == "1 scheme, 1 mismatch, 0 not run."
-    [replay] = Path().glob("replay_*.py")
-    for arguments in ((str(replay),), ("-m", "shardproof", "replay", str(replay))):
-        status, out, _ = run(*arguments)
-        assert status == MISMATCH and "MISMATCH" in out
-
-
 @pytest.mark.slow
 def test_a_function_that_closes_the_output_hides_no_verdict():
     body = "sys.__stdout__.close(); sys.__stderr__.close()\n    return x * 2 * mesh.size('tp')"
@@ -394,23 +368,6 @@ def test_an_only_scheme_whose_rank_ends_the_process_has_a_report_and_a_replay():
     assert f"replay: python {replay}" in out
     status, out, err = run("-m", "shardproof", "replay", str(replay))
     assert status == RANK_FAILED and "died: rank 0 was killed by SIGSEGV" in out + err
-
-
-@pytest.mark.parametrize("arguments", [("none.py",), ("--no-such-option",)])
-def test_a_full_disk_of_standard_error_changes_no_status(arguments):
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "shardproof", "verify", *arguments]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, check=False, timeout=LIMIT_S)
-    assert (done.returncode, done.stdout) == (USAGE, b"")
-
-
-def test_errors_that_nobody_reads_change_no_status():
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "shardproof", "verify", "none.py"]
-    with os.fdopen(writing, "w") as unread:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=unread, check=False, timeout=LIMIT_S)
-    assert (done.returncode, done.stdout) == (USAGE, b"")
 
 
 def test_a_working_folder_that_is_removed_is_one_sentence():
@@ -438,16 +395,6 @@ def test_what_is_judged_before_an_interrupt_is_printed():
     status, out, err = verified(written("stops.py", WRONG, stopping), "--mesh", "tp=2", "--examples", "1")
     assert (status, err) == (INTERRUPTED, "shardproof: interrupted; what was not printed was not judged\n")
     assert "MISMATCH" in out and "not judged: scheme 'stopping': interrupted before it was judged" in out
-
-
-def test_a_name_that_the_locale_cannot_write_costs_no_verdict():
-    file = written("named.py", WRONG.replace("wrong", "größe"))
-    ascii_only = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONPATH": PATH}
-    command = [sys.executable, "-m", "shardproof", "verify", file, "--mesh", "tp=2", "--examples", "1"]
-    done = subprocess.run(command, capture_output=True, encoding="ascii", env=ascii_only, check=False)
-    assert done.returncode == MISMATCH and r"gr\xf6\xdfe" in done.stdout, done.stderr
-    [replay] = Path().glob("replay_*.py")
-    assert "größe" in replay.read_text(encoding="utf-8")
 
 
 @pytest.mark.fast_values(1)

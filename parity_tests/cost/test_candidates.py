@@ -178,7 +178,7 @@ def test_lengths_are_the_standard_case_or_drawn(seed, counts):
 @pytest.mark.parametrize(
     ("cost", "names", "mesh", "message"),
     [
-        (None, {}, {"cp": 2, "tp": 2}, "declares no cost; give it one, as docs/reference/scheme.md says"),
+        (None, {}, {"cp": 2, "tp": 2}, "declares no cost; give scheme(...) cost=lambda case: Cost(forward="),
         (lambda c: Cost(), {}, {"tp": 2}, "--mesh lacks cp: scheme '<lambda>' has the axes cp, tp; give cp=N"),
         (lambda c: Cost(), {"v": 3}, {"cp": 2, "tp": 2}, "'v' is not a mesh axis, dim or option (cp, tp, b)"),
         (lambda c: Cost(forward={"sum/tp": (1, 4)}), {}, {"cp": 2, "tp": 2}, "cost names 'sum', which has no model"),
