@@ -44,7 +44,7 @@ def test_a_long_scheme_is_named_where_no_progress_bar_does(shardproof, monkeypat
     monkeypatch.setattr(session, "LONG_S", 0.1)
     slow = "import time\ndef slow(mesh, x):\n    time.sleep(0.3)\n    return x * 2\ndeclare(slow)\n"
     _, _, err = shardproof("verify", written("slow.py", slow), "--examples", "1")
-    assert err == "shardproof: slow, scheme 1 of 1, has run for 0.1 s; --limit SECONDS ends it\n"
+    assert err == "shardproof: slow, scheme 1 of 1, has run for 0.1 s; --limit SECONDS ends it after a case\n"
 
 
 def test_0_all_equal(shardproof):

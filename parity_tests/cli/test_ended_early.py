@@ -84,7 +84,8 @@ def verdicts(record):
 
 SENT = [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGHUP, False)]
 # As batch systems send them, to one process or to all, before a job's time is over.
-SENT += [(signal.SIGUSR1, False), (signal.SIGUSR1, True), (signal.SIGUSR2, True), (signal.SIGXCPU, False)]
+SENT += [(signal.SIGUSR1, False), (signal.SIGUSR1, True), (signal.SIGUSR2, True)]
+SENT += [(signal.SIGXCPU, False), (signal.SIGALRM, False)]
 
 
 @pytest.mark.parametrize(("number", "is_of_all"), slow_but(SENT[:1], SENT))

@@ -31,6 +31,8 @@ OUTPUTS = {
     "wrapped": "sys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8')\n",
     "taken apart": "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach())\n",
     "closed below": "os.close(1)\nos.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n",
+    "closed with others": "os.closerange(0, 100)\n",
+    "without a console": "import rich.console\nrich.console.Console.print = lambda *words, **how: None\n",
     "silent": "builtins.print = lambda *words, **how: None\n",
     "not written": "for stream in (sys.stdout, sys.stderr, sys.__stdout__): stream.write = len\n",
     "not written below": "sys.__stdout__.buffer.write = len\n",

@@ -33,8 +33,9 @@ complete verbs, options, names of schemes and schedules, engines, profiles, dtyp
 With several outcomes the worst status is returned: 70, then 3, then 1, then 2 for a scheme with an unusable reference.
 
 - **Signals.** An interrupt, SIGTERM or SIGHUP ends `verify` early, and so does the signal of a batch system before the
-  end of a job: SIGUSR1, SIGUSR2 or SIGXCPU. It prints the verdicts so far and writes its files, whose status is 128 + N
-  for signal N. Except after an interrupt, the process ends by that signal, which a shell shows as 143 for SIGTERM.
+  end of a job: SIGUSR1, SIGUSR2, SIGXCPU or SIGALRM. It prints the verdicts so far and writes its files, whose status
+  is 128 + N for signal N. Except after an interrupt, the process ends by that signal, which a shell shows as 143 for
+  SIGTERM.
 - **Code that ends or hangs.** The command runs in a process whose parent watches it. Code that exits, crashes, holds
   the interpreter, or waits for two minutes costs the verdict of its own scheme, and is reported with its line. The
   other schemes are judged.

@@ -8,8 +8,8 @@ import time
 from typing import NoReturn
 
 STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
-# Ask a command to end; Python raises at SIGINT by itself. Batch systems send the last three before a job's end.
-ASKING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+# Ask a command to end; Python raises at SIGINT by itself. Batch systems send the last four before a job's end.
+ASKING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
 TWICE_S = 2.0  # within it, a second interrupt is the first one, which was sent to a group and passed on by a parent
 asked: int | None = None  # the signal of `ASKING` that has come
 interrupt_is_told = False  # whether the sentence on an interrupt has been printed

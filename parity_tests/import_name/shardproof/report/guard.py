@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import signal
@@ -32,6 +33,7 @@ from shardproof.places import SHARDPROOF
 COMMAND_LINE = ("typer", "click")  # packages that leave by SystemExit once a command has returned a status
 OF_THE_COMMAND = (*COMMAND_LINE, "rich", "jax", "jaxlib", "numpy", "hypothesis", "cloudpickle")
 CLI = str(SHARDPROOF / "cli")
+HIGH = 512  # the least file descriptor of a copy of an output
 
 
 @contextmanager
@@ -200,12 +202,15 @@ _replaced: list[Any] = []  # a stream that wraps another closes it when nothing 
 @contextmanager
 def own_output() -> Iterator[None]:
     """After this block, which runs a user's code, verdicts are printed where they would have been before it."""
+    from rich.console import Console
+
     before, copies = (sys.stdout, sys.stderr), dict[int, int]()
     layers = [layer for stream in (*before, sys.__stdout__, sys.__stderr__) for layer in _layers(stream)]
     attributes = [(layer, dict(vars(layer))) for layer in layers if hasattr(layer, "__dict__")]
+    printing = Console.print
     for number in (1, 2):
         with contextlib.suppress(OSError):  # closed
-            copies[number] = os.dup(number)
+            copies[number] = _copy(number)
     try:
         yield
     finally:
@@ -216,6 +221,7 @@ def own_output() -> Iterator[None]:
                 with contextlib.suppress(Exception):  # a stream of a user's code may raise anything
                     stream.flush()
         finally:  # also if the reader of standard output has closed it
+            Console.print = printing
             for layer, own in attributes:  # a user's code may set `sys.stdout.write`
                 vars(layer).clear()
                 vars(layer).update(own)
@@ -224,6 +230,14 @@ def own_output() -> Iterator[None]:
                     os.dup2(copy, number)
                     os.close(copy)
             sys.stdout, sys.stderr = (_opened(stream, number) for number, stream in enumerate(before, start=1))
+
+
+def _copy(number: int) -> int:
+    """A copy of a file descriptor, beyond those that `os.closerange(3, 100)` of a user's code closes."""
+    try:
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH)
+    except OSError:  # the limit of open files is lower
+        return os.dup(number)
 
 
 def _layers(stream: Any) -> Iterator[Any]:
