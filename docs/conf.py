@@ -86,7 +86,7 @@ def as_sentences(app, what, name, of, options, lines):
 
 
 def arguments(of):
-    """The names of what a function is called with, which are no links."""
+    """The names of a function's parameters, which are no links."""
     try:
         return set(inspect.signature(of.forward if is_apply(of) else of).parameters)
     except (TypeError, ValueError):
@@ -98,7 +98,7 @@ def is_apply(of):
 
 
 def as_written(app, what, name, of, options, signature, returned):
-    """A signature in the words of the source: autodoc would spell out what `Sharded[...]` is made of.
+    """A signature in the words of the source: autodoc would spell out `Sharded[...]`.
 
     An autograd Function is called with the arguments of its forward but the context.
     """
@@ -131,7 +131,7 @@ def parameter(of):
 
 
 def is_left_out(app, what, name, of, skip, options):
-    """What is called through `apply`, what Python adds, and what a module only has for itself."""
+    """Methods that are called through `apply`, names that Python adds, and private names of a module."""
     if name.startswith("__") or name in ("forward", "backward"):
         return True
     return None if what == "class" else skip or not str(getattr(of, "__module__", "")).startswith(OURS)
@@ -164,7 +164,7 @@ def _breakable(found):
 
 
 def with_sentences(app, name, source):
-    """Add to the page of failures what a click shows."""
+    """Add the sentences to the page of failures, to be shown at a click."""
     if name == "failures":
         from parity_tests.evidence.failures import page, stored
 

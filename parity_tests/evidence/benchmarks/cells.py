@@ -19,7 +19,7 @@ LONG = 60  # characters of a value
 
 @dataclass(frozen=True)
 class Cells:
-    """`ours` and `peer` are times, where both or the first were measured; `parts` is what the value is made of."""
+    """`ours` and `peer` are times, where both or the first were measured; `parts` are the parts of the value."""
 
     value: str
     ours: str = ""

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: what is promised, what is missed, and against whom, made from docs/benchmarks.json."""
+"""docs/benchmarks.md, made from docs/benchmarks.json: the promises, the missed ones, and the code beside them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Arm:
     figure: Figure
 
     def part(self, pattern: str) -> str:
-        """The text that the pattern's group finds in what was measured; empty if it was not."""
+        """The text that the pattern's group finds in the measured text; empty if there is none."""
         found = re.search(pattern, plain(self.figure.measured))
         return found[1] if found else ""
 

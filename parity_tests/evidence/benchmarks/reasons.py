@@ -1,4 +1,4 @@
-"""Where the time of a missed figure goes: by its profile, or by what else its run recorded."""
+"""Where the time of a missed figure goes: by its profile, or by other records of its run."""
 
 from __future__ import annotations
 

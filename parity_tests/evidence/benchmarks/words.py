@@ -1,4 +1,4 @@
-"""The page's words for each section: what it promises, and why a figure is missed where its run cannot tell."""
+"""The page's words for each section: its promise, and the reason of a miss that its run cannot tell."""
 
 PROMISED = {
     "Engines": "examples a second, and the seconds until a failure is reported",

@@ -25,7 +25,7 @@ from shardproof.verify_one_case import of_failed_rank
 
 
 def declared_again(targets: list[str], outcome: Outcome) -> list[Declared | FailedDeclaration | FailedImport] | None:
-    """The declarations of the targets; None where what an earlier process has judged is all that there is to tell.
+    """The declarations of the targets; None if only verdicts of an earlier process are to be told.
 
     A file may have been edited since that process imported it: if it cannot be imported now, `outcome` says so.
     """
@@ -42,7 +42,7 @@ def declared_again(targets: list[str], outcome: Outcome) -> list[Declared | Fail
 
 
 def add_earlier(outcome: Outcome) -> None:
-    """Add what an earlier process has told about schemes that are not declared any more, or not imported again."""
+    """Add an earlier process's outcomes of schemes that are not declared any more, or not imported again."""
     if journal.current is None:
         return
     outcomes, found, lost = journal.current.of_earlier()
