@@ -358,7 +358,7 @@ def test_no_collective_is_named_where_none_mends_the_function():
     notes = notes_of(third_too_large, lambda x: jnp.sum(x), {"x": "b/tp"}, "tp=I", {"tp": 2, "b": 8})
     line, summed_x = line_of(third_too_large, "4.0"), "all_reduce(x.sum(), mesh['tp'])"
     assert notes["out"] == [f"{RIGHT_ONCE}{line} has `{summed_x}`, not `4.0 / 3.0 * {summed_x}`"]
-    assert notes["d/d x"] == [f"{RIGHT_ONCE}that line reads so"]
+    assert notes["d/d x"] == notes["out"]
 
 
 def merged_by_the_larger_part(mesh, q, k, v):

@@ -49,7 +49,6 @@ MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case 
 SUSPECTED = 6  # other cases whose lines are compared
 MOST_TRACED = 12  # cases in which a line of the failing case may run
 MOST_LINES = 2  # that a note names
-THE_SAME = "that line reads so"  # of further tensors
 DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options, in which an edit must be right as well
 DRAWN_FAILING = 4  # of them: if fewer cases fail, an edit of a right line could mend them all
 MOST_ORDINARY = 12
@@ -69,8 +68,8 @@ def name_edited_line(
     if not edits:
         return by_label
     words = ", or once ".join(edit.words for edit in edits[:MOST_LINES]) + where
-    for number, (label, old_notes) in enumerate(notes.items()):
-        named = Note(f"{RIGHT_ONCE}{THE_SAME if number else words}", OBSERVED)
+    named = Note(f"{RIGHT_ONCE}{words}", OBSERVED)
+    for label, old_notes in notes.items():
         by_label[label] = (named, *(note for note in old_notes if not note.startswith(NO_PATTERN)))
     return by_label
 

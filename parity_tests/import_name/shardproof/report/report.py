@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.text import Text
 
 from shardproof.declare.case import SPARE, CaseSpec
 from shardproof.declare.conditions import LARGER_WORLD, how_to_exclude, phrases
@@ -21,8 +21,9 @@ from shardproof.engines.engines import engine_text
 from shardproof.engines.failure import RankFailure, Shared
 from shardproof.engines.ledger import Finding, Ledger
 from shardproof.explain.note import READ_TOO_EARLY, Note
-from shardproof.judge.compare import TensorComparison, index_text
-from shardproof.report.sentence import LINE, Row, Sentence
+from shardproof.judge.compare import TensorComparison
+from shardproof.report.sentence import LINE, Sentence
+from shardproof.report.tensor_table import tensor_table
 from shardproof.report.tested_versions import newer
 
 PLAIN_WIDTH = 132
@@ -38,7 +39,6 @@ OF_ALL_EXAMPLES = (
     "undecided_reason",
     "undecided_examples",
 )
-COLUMNS = ("verdict", "tensor", "error", "budget", "ratio", "where")
 
 
 class VerdictError(AssertionError):
@@ -297,7 +297,7 @@ class Report:
             if self.shards is not None:
                 parts.append(Sentence(f"  {self.shards}"))
         else:
-            parts += [*disagreement, *self._table(), Sentence("  " + self._side_check_lines())]
+            parts += [*disagreement, *tensor_table(self), Sentence("  " + self._side_check_lines())]
         if self.undecided_reason is not None:
             share = f"{self.undecided_examples} of {counted(self.examples, 'example')}"
             too_many = ", too many for a pass" if self.is_undecided else ""
@@ -372,51 +372,13 @@ class Report:
             hints.append(f"no replay file was written: {self.replay_error}")
         return hints
 
-    def _table(self) -> list[RenderableType]:
-        """One line for each tensor, its notes under it."""
-        cells = [COLUMNS, *(self._cells(tensor) for tensor in self.tensors)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-        table: list[RenderableType] = [Text(lines[0], style="dim")]
-        for tensor, line in zip(self.tensors, lines[1:], strict=True):
-            table.append(Row(line, style="" if tensor.ok else "red"))
-            table += [Sentence(f"    {note}") for note in self.notes.get(tensor.label, ())]
-        return table
-
-    def _cells(self, tensor: TensorComparison) -> tuple[str, ...]:
-        """The text of each of COLUMNS; the verdict comes first, so that a narrow terminal cannot wrap it away."""
-        case = self.case_of_tensor.get(tensor.label, self.case)
-        where = f"{index_text(tensor.where)} {case.dtype}"
-        if not tensor.ok:
-            owner = [
-                f"{axis} {coordinate[tensor.where]}"
-                for axis, coordinate in tensor.owners.items()
-                if case.mesh[axis] > 1
-            ]
-            where += f", owner {' '.join(owner)}" if owner else ""
-        return (
-            self._verdict_of_tensor(tensor),
-            tensor.label,
-            f"{tensor.error:.1e}",
-            f"{tensor.budget:.1e}",
-            _short(tensor.ratio),
-            where,
-        )
-
-    def _verdict_of_tensor(self, tensor: TensorComparison) -> str:
-        if tensor.ok:
-            return "equal"
-        if self.engines_disagree is not None:
-            return f"differs on {self.case.engine}"
-        return "undecided" if self.is_undecided else "MISMATCH"
-
     def _side_check_lines(self) -> str:
         """Protocol, cost and hygiene: on one line if all are in order."""
         cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
         lines = [
             "protocol ok" if not self.protocol else f"protocol: {self.protocol[0]}",
             cost if not self.cost else f"cost: {self.cost[0]}",
-            "hygiene ok" if not self.hygiene else "hygiene: " + "; ".join(self.hygiene[:3]),
+            "hygiene ok" if not self.hygiene else "hygiene: " + "; ".join(said_once(self.hygiene)[:3]),
         ]
         return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
 
@@ -428,6 +390,16 @@ def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
     return kind_by_name | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
 
 
+def said_once(findings: Iterable[str]) -> list[str]:
+    """The findings, each once for all ranks that have it: `ranks 0, 1: input 'x' was modified, first at (0,)`."""
+    ranks_of: dict[str, list[str]] = {}
+    for finding in findings:
+        ((rank, text),) = re.findall(r"\A(?:rank (\d+): )?(.*)", finding, re.DOTALL)
+        ranks_of.setdefault(text, []).extend([rank] if rank else [])
+    beginnings = (f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: " if ranks else "" for ranks in ranks_of.values())
+    return [begin + text for begin, text in zip(beginnings, ranks_of, strict=True)]
+
+
 def mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
@@ -435,11 +407,6 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 def sizes(case: CaseSpec) -> str:
     chosen = {**case.mesh, **case.dims, **case.options}
     return " ".join(f"{name}={value}" for name, value in chosen.items()) + f" {case.dtype} seed={case.seed}"
-
-
-def _short(value: float) -> str:
-    """Two digits, as `8.9e5` for 8.9e+05."""
-    return f"{value:.2g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
 def number(value: float) -> float | str:
