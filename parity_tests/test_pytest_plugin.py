@@ -1,5 +1,6 @@
 """Schemes as tests of pytest, and tracebacks without lines of the harness: each in a run of pytest inside this one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,45 @@ def test_a_traceback_has_no_line_of_the_harness():
         assert kind in text and "harness/" not in text
 
 
+LONG = "a term that is summed on each rank of the tensor-parallel group and then on all ranks once more"
+SUMMARY = {
+    "my_scheme.py::wrong": "out, d/d x: off by the constant factor 2 (= tp): a reduction is missing",
+    "raising_scheme.py::raising": "raised: rank 0 raised KeyError: 'a term that is summed on each rank",
+    "test_verdicts.py::test_verdict": "wrong: out, d/d x: off by the constant factor 2 (= tp)",
+    "test_verdicts.py::test_check": "wrong: out, d/d x: off by the constant factor ",
+    "test_verdicts.py::test_raising": "raised: rank 0 raised KeyError: 'a term that is summed on each rank",
+}
+
+
+def test_the_output_fits_into_80_columns_and_the_summary_names_tensor_and_cause(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    scheme_file("my_scheme.py", "wrong", WRONG)
+    scheme_file("raising_scheme.py", "raising", f"{{}}[{LONG!r}]")
+    Path("test_verdicts.py").write_text(
+        "from shardproof import check, schemes_of_file\n\n"
+        "def test_verdict():\n    schemes_of_file('my_scheme.py')[0].verify(examples=1).raise_if_failed()\n\n"
+        "def test_check():\n    check(schemes_of_file('my_scheme.py')[0].case())\n\n"
+        "def test_raising():\n    schemes_of_file('raising_scheme.py')[0].verify(examples=1).raise_if_failed()\n"
+    )
+    found = {report.nodeid: report.longrepr for report in outcomes("--shardproof-examples", "1", ".").reports}
+    assert found.keys() == SUMMARY.keys()
+    for name, longrepr in found.items():
+        assert longrepr.reprcrash.message.startswith(SUMMARY[name]), longrepr.reprcrash.message
+        of_the_verdict = str(longrepr).rpartition("direct cause")[2]  # the user's own exception is not of it
+        printed = [line for line in of_the_verdict.splitlines() if not line.startswith(">")]  # nor are the test's lines
+        assert [line for line in printed if len(line) > 80] == []
+        assert "contextlib" not in str(longrepr)
+
+
+def test_a_failure_is_the_same_in_a_worker(monkeypatch):
+    """pytest-xdist sends a failure to the process that prints it."""
+    scheme_file("my_scheme.py", "wrong", WRONG)
+    (here,) = outcomes("--shardproof-examples", "1", ".").reports
+    there = pytest.TestReport._from_json(json.loads(json.dumps(here._to_json())))
+    assert str(there.longrepr) == str(here.longrepr)
+    assert there.longrepr.reprcrash.message == here.longrepr.reprcrash.message
+
+
 SKIPPING = """
 import pytest, unittest
 from shardproof import drawn
@@ -178,4 +218,4 @@ def test_an_import_that_exits_fails_beside_the_schemes_above_it():
         "exiting_scheme.py::right": "passed",
         "exiting_scheme.py::exiting_scheme.py": "failed",
     }
-    assert "it exits" in str(next(report.longrepr for report in found if report.failed))
+    assert "it exits" in next(report.longrepr for report in found if report.failed).reprcrash.message

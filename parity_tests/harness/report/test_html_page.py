@@ -63,7 +63,7 @@ def report_by_hand(**fields):
 
 def test_the_verdict_comes_first_and_then_the_findings(wrong):
     body = read(page([wrong])).all("body")[0]
-    assert body.text.startswith("gathered_twice \N{BALLOT X} mismatch" + "out: off by the constant factor 4 (= tp)")
+    assert body.text.startswith("gathered_twice \N{BALLOT X} mismatch" + "out, d/d x: off by the constant factor 4")
     headings = [heading.text for heading in body.all("h2")]
     assert headings[:2] == ["What is wrong", "The failing case: tp=4 b=8 float64 seed=0"]
     assert headings[2:] == ["Tensors", "Run it again", "As in the terminal"]

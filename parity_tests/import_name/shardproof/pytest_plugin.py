@@ -6,9 +6,11 @@ pytest loads this wherever Shardproof is installed: it imports neither torch nor
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import traceback
 import unittest
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 FILES = ("scheme_*.py", "*_scheme.py")  # besides files named on the command line
 OF_A_SCHEME = "@scheme"
+_LOADED = "shardproof.report.report"  # where no test has loaded it, no exception is a verdict
 ENGINES = ("lockstep", "gloo", "nccl")
 OF_PYTEST = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, unittest.SkipTest)
 
@@ -130,28 +133,44 @@ class SchemeTest(pytest.Item):
         from shardproof.declare.declaration_failure import DeclarationFailure
         from shardproof.engines.failure import RankFailure
         from shardproof.judge.reference import ReferenceFailure
+        from shardproof.report.pytest_lines import Crash, of_scheme
         from shardproof.report.report import VerdictError
 
-        of_the_scheme = (VerdictError, RankFailure, ReferenceFailure, DeclarationFailure, NothingCompared)
-        if isinstance(excinfo.value, RankFailure) and self.report is not None:
-            return str(self.report)  # with the case and its replay, which the exception does not have
-        if isinstance(excinfo.value, of_the_scheme):
-            return str(excinfo.value).lstrip("\n")
+        if isinstance(
+            excinfo.value, VerdictError | RankFailure | ReferenceFailure | DeclarationFailure | NothingCompared
+        ):
+            return of_scheme(excinfo, self.report, Crash(str(self.path), self.scheme.line, ""))
         return super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, self.scheme.line - 1, self.name
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> None:
-    """Mark the harness's frames in a test's exception, which pytest then hides unless --full-trace is given."""
-    error = None if call.excinfo is None else call.excinfo.value
-    ours = f"{Path(__file__).parent}/"
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    """Print a verdict as a report, and hide the harness's frames in a test's exception unless --full-trace is given."""
+    raised = error = None if call.excinfo is None else call.excinfo.value
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code.co_filename.startswith(ours):
-                frame.f_globals.setdefault("__tracebackhide__", True)
+        _hide_frames(error)
         error = error.__cause__ or error.__context__
+    report = yield
+    is_traceback = not isinstance(item, SchemeTest) and hasattr(report.longrepr, "reprtraceback")
+    if raised is not None and is_traceback and _LOADED in sys.modules:
+        from shardproof.report.pytest_lines import of_test
+
+        of_test(raised, report.longrepr)
+    return report
+
+
+def _hide_frames(error: BaseException) -> None:
+    """Mark the frames of the harness, and those of a decorator around its functions."""
+    ours = f"{Path(__file__).parent}/"
+    decorator = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith(ours):
+            frame.f_globals.setdefault("__tracebackhide__", True)
+            if decorator is not None:
+                decorator.f_locals["__tracebackhide__"] = True
+        decorator = frame if frame.f_code.co_filename == contextlib.__file__ else None

@@ -73,7 +73,7 @@ def _table(named: Sequence[tuple[Report, str]]) -> Element:
             "tr",
             tag("td", tag("a", title, href=f"#{_anchor(title)}")),
             tag("td", _verdict(report)),
-            tag("td", *prose(_headline(report))),
+            tag("td", *prose(report.headline)),
         )
         for report, title in named
     ]
@@ -93,7 +93,7 @@ def _section(report: Report, title: str) -> Element:
     return tag(
         "div",
         tag("h1", title, " ", _verdict(report)),
-        tag("p", *prose(_headline(report)), class_="wrong") if not report.ok else None,
+        tag("p", *prose(report.headline), class_="wrong") if not report.ok else None,
         _blamed(report),
         _facts(report),
         *_notes(report),
@@ -109,24 +109,6 @@ def _verdict(report: Report) -> Element:
     """The verdict in one word, with a sign in addition to the colour."""
     sign, kind = ("\N{CHECK MARK}", "right") if report.ok else ("\N{BALLOT X}", "wrong")
     return tag("span", f"{sign} {report.verdict}", class_=f"verdict {kind}")
-
-
-def _headline(report: Report) -> str:
-    """The most telling sentence: about the first wrong tensor, the failure, or a side check."""
-    if report.failure is not None:
-        return str(report.failure).splitlines()[0]
-    wrong = [f"{label}: {notes[0]}" for label, notes in report.notes.items() if notes]
-    return next(
-        iter(
-            [
-                *wrong,
-                *report.protocol,
-                *report.cost,
-                *report.hygiene,
-                (report.undecided_reason or "") if report.is_undecided else "",
-            ]
-        )
-    )
 
 
 def _clearest(report: Report) -> Report:

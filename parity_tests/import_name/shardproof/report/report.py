@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 
 from shardproof.declare.case import SPARE, CaseSpec
 from shardproof.declare.conditions import LARGER_WORLD, how_to_exclude, phrases
@@ -20,13 +19,13 @@ from shardproof.declare.draws import EXTREME
 from shardproof.engines.engines import engine_text
 from shardproof.engines.failure import RankFailure, Shared
 from shardproof.engines.ledger import Finding, Ledger
+from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import READ_TOO_EARLY, Note
 from shardproof.judge.compare import TensorComparison
-from shardproof.report.sentence import LINE, Sentence
-from shardproof.report.tensor_table import tensor_table
+from shardproof.report.sentence import LINE, Sentence, as_text
+from shardproof.report.tensor_table import names, notes_by_tensors, tensor_table
 from shardproof.report.tested_versions import newer
 
-PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds with repeated numbers
 MOST_NAMED = 4  # pairs that no example had
 # Fields that a report on one case copies from the report on all examples.
@@ -43,6 +42,13 @@ OF_ALL_EXAMPLES = (
 
 class VerdictError(AssertionError):
     """The verdict is not `equal`. One subclass for each reason."""
+
+    def __init__(self, text: str, report: Report | None = None) -> None:
+        super().__init__(text)
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args  # another process gets the text alone
 
 
 class ValueMismatch(VerdictError):
@@ -157,6 +163,20 @@ class Report:
         return next((name for name, messages in named.items() if messages), "equal")
 
     @property
+    def headline(self) -> str:
+        """The most telling sentence of a report that is not equal: a failure, the first note, or a side check."""
+        if self.engines_disagree is not None:
+            return f"engines disagree: {self.engines_disagree}"
+        if self.failure is not None:
+            return str(self.failure).splitlines()[0]
+        noted = [(names(self, labels), note) for labels, notes in notes_by_tensors(self).items() for note in notes]
+        # A number shows no pattern and refers to another tensor; that a gradient alone is wrong, its name says too.
+        telling = [each for each in noted if not each[1].startswith("see ")]
+        notes = [f"{tensors}: {note.removeprefix(f'{FORWARD_EQUAL}: ')}" for tensors, note in telling or noted]
+        reasons = (self.undecided_reason,) if self.is_undecided and self.undecided_reason else ()
+        return next(iter([*notes, *self.protocol, *self.cost, *said_once(self.hygiene), *reasons]), self.verdict)
+
+    @property
     def confirmation(self) -> str | None:
         """`confirmed on gloo, in fresh processes`, or the reason why not.
 
@@ -194,11 +214,11 @@ class Report:
         if self.ok:
             return
         if self.engines_disagree is not None:
-            raise EnginesDisagree("\n" + str(self)) from self.failure
+            raise EnginesDisagree(f"\n{self}", self) from self.failure
         if self.failure is not None:
             raise self.failure
         if self.is_undecided:
-            raise Undecided("\n" + str(self))
+            raise Undecided(f"\n{self}", self)
         outputs = all(tensor.ok for tensor in self.tensors if tensor.role == "output")
         gradients = all(tensor.ok for tensor in self.tensors if tensor.role == "gradient")
         failing_oracles: list[tuple[bool, type[VerdictError]]] = [
@@ -208,7 +228,7 @@ class Report:
             (bool(self.cost), CostMismatch),
             (bool(self.hygiene), HygieneViolation),
         ]
-        raise next(kind for fails, kind in failing_oracles if fails)("\n" + str(self))
+        raise next(kind for fails, kind in failing_oracles if fails)(f"\n{self}", self)
 
     def ledger_text(self) -> str:
         """The ledger as text: every collective of every rank, in order of issue."""
@@ -263,11 +283,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        # In a notebook, rich would display the table at once instead of writing it.
-        console = Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, force_jupyter=False)
-        console.print(self.__rich__())
-        return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+        return as_text(self)
 
     def __repr__(self) -> str:
         return f"<report {self.scheme.rpartition(':')[2]}: {self.verdict}, {sizes(self.case)}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import textwrap
 from dataclasses import dataclass
@@ -52,6 +53,22 @@ def _wrapped(line: str, width: int) -> str:
 
 def _lines(text: str, width: int, below: str) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
+
+
+def as_text(report: RenderableType, width: int | None = None) -> str:
+    """The lines of a report: whole, or broken between words at `width` as a terminal breaks them."""
+    out = io.StringIO()
+    # In a notebook, rich would display the table at once instead of writing it.
+    console = Console(
+        file=out,
+        width=width,
+        force_terminal=width is not None,
+        color_system=None,
+        legacy_windows=False,
+        force_jupyter=False,
+    )
+    console.print(report, highlight=False, soft_wrap=width is None)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def print_report(report: RenderableType, stream: TextIO | None) -> None:
