@@ -38,6 +38,11 @@ def pages() -> list[str]:
     return sorted({path.relative_to(ROOT).as_posix() for path in paths if not BUILT & set(path.parts)} - GENERATED)
 
 
+def is_complete(page: str) -> bool:
+    """Whether a reader copies the Python blocks of a page into files, so that each block imports what it uses."""
+    return page in ("README.md", "docs/index.md") or page.startswith("docs/how-to/")
+
+
 @cache
 def text_of(page: str) -> str:
     """A page's text; of a notebook's script its cells of text."""

@@ -8,19 +8,28 @@ import re
 import shlex
 import tomllib
 
-import jax.numpy as jnp
 import pytest
 import torch
 import typer
 from hypothesis import strategies
-from jaxtyping import Int
 from packaging.specifiers import SpecifierSet
 
-from parity_tests.pages import GENERATED, ROOT, Block, anchors, blocks, commands, links, pages, paths_in_code, text_of
-from shardproof import Cost, drawn, scheme, values
+from parity_tests.pages import (
+    GENERATED,
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    commands,
+    is_complete,
+    links,
+    pages,
+    paths_in_code,
+    text_of,
+)
+from shardproof import Cost, scheme
 from shardproof.cli.app import app
 from shardproof.declare.case import ENGINES
-from shardproof.declare.discover import schemes_of_file
 from shardproof.replays import _arguments
 
 PAGES = pages()
@@ -215,34 +224,12 @@ def options_of(path: str) -> set[str]:
 # Python blocks: the set-up that each needs is put before it, and then it runs
 
 
-def of_the_example():
-    (scheme,) = schemes_of_file(str(ROOT / "docs" / "examples" / "my_scheme.py"))
-    return {scheme.name: scheme}
-
-
-def of_a_replay():
-    namespace = of_the_example()
-    (scheme,) = namespace.values()
-    return namespace | {"CASE": scheme.case(cp=2, tp=1).json}
-
-
 def of_a_step():
     return {"data_ranks": 2, "summed_token_losses": 3.0, "N": 6}
 
 
 def of_a_draw():
     return {"scheme": scheme, "st": strategies}
-
-
-def of_random_schemes():
-    def test_both_are_equal():
-        for name in ("dropout", "sampled"):
-            report = namespace[name].verify()
-            assert report.ok, str(report)
-
-    namespace = {"scheme": scheme, "drawn": drawn, "values": values, "Int": Int, "torch": torch, "jnp": jnp}
-    namespace["test_both_are_equal"] = test_both_are_equal
-    return namespace
 
 
 def of_an_optimizer():
@@ -255,13 +242,9 @@ def of_a_cost():
     return {"Cost": Cost}
 
 
-RUN_ELSEWHERE = ("README.md", "docs/index.md", "docs/how-to/quickstart.md")  # by test_readme.py and test_quickstart.py
 # (page, number of its block): values for the block's free names.
 PREPARED = {
     ("docs/concepts/tolerance-and-budget.md", 0): dict,
-    ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
-    ("docs/how-to/replay.md", 0): of_a_replay,
-    ("docs/how-to/random-schemes.md", 0): of_random_schemes,
     ("docs/reference/context-parallel.md", 0): dict,
     ("docs/reference/context-parallel.md", 1): dict,
     ("docs/reference/context-parallel.md", 2): dict,
@@ -276,15 +259,13 @@ PREPARED = {
 }
 
 
+FRAGMENTS = [block for block in PYTHON if not is_complete(block.page)]  # test_snippets.py runs the others
+
+
 def test_every_python_block_is_prepared():
-    in_pages = {(block.page, block.nth) for block in PYTHON if block.page not in RUN_ELSEWHERE}
-    assert in_pages == set(PREPARED)
+    assert {(block.page, block.nth) for block in FRAGMENTS} == set(PREPARED)
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if block.page not in RUN_ELSEWHERE], ids=str)
+@pytest.mark.parametrize("block", FRAGMENTS, ids=str)
 def test_a_python_block_runs(block: Block):
-    names = PREPARED[block.page, block.nth]()
-    exec(compile(block.text, str(block), "exec"), names)
-    for name, value in list(names.items()):
-        if name.startswith("test_"):
-            value()
+    exec(compile(block.text, str(block), "exec"), PREPARED[block.page, block.nth]())

@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_scheme_and_its_reports(tmp_path):
-    (source,), (difference,), (right, wrong) = blocks("python"), blocks("diff"), blocks("console")
+    (source, _), (difference,), (right, wrong) = blocks("python"), blocks("diff"), blocks("console")
     file = tmp_path / "my_logprob.py"
     file.write_text(source)
     _, printed, documented = run_as_shown(right, tmp_path)

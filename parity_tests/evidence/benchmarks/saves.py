@@ -47,7 +47,7 @@ def figures(saves: int = SAVES) -> Iterator[Figure]:
 
 def _seconds(saves: int) -> dict[str, list[tuple[float, float]]]:
     """For each kind of version, the seconds from each save to its verdict and to the end of its report."""
-    (source,) = (block.text for block in blocks("README.md") if block.language == "python")
+    source = next(block.text for block in blocks("README.md") if block.language == "python")
     (difference,) = (block.text for block in blocks("README.md") if block.language == "diff")
     texts = {"right": source, "wrong": replaced(source, difference)}
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in texts}
