@@ -65,9 +65,26 @@ def test_the_verdict_comes_first_and_then_the_findings(wrong):
     body = read(page([wrong])).all("body")[0]
     assert body.text.startswith("gathered_twice \N{BALLOT X} mismatch" + "out, d/d x: off by the constant factor 4")
     headings = [heading.text for heading in body.all("h2")]
-    assert headings[:2] == ["What is wrong", "The failing case: tp=4 b=8 float64 seed=0"]
-    assert headings[2:] == ["Tensors", "Run it again", "As in the terminal"]
+    assert headings == ["The failing case: tp=4 b=8 float64 seed=0", "Tensors", "Run it again"]
     assert body.all("pre")[-1].text == str(wrong)
+
+
+def test_what_is_wrong_is_said_once(wrong):
+    """Beside the drawing, and except for the terminal's report, which is folded."""
+    (terminal,) = [each for each in read(page([wrong])).all("details") if each.all("pre", "terminal")]
+    assert "open" not in terminal.attributes
+    unfolded = read(page([wrong])).all("body")[0].text.replace(terminal.text, "")
+    for note in {note for notes in wrong.notes.values() for note in notes}:
+        assert unfolded.count(note) == 1, note
+
+
+def test_errors_come_before_owners_and_wrong_tensors_before_equal_ones(wrong):
+    """Also on a phone, where they are below each other."""
+    equal_first = replace(wrong, tensors=(replace(wrong.tensors[0], ratio=0.0), *wrong.tensors[1:]))
+    drawn = read(page([equal_first])).all("div", "tensor")
+    captions = [[caption.text.partition(":")[0] for caption in each.all("figcaption")] for each in drawn]
+    assert {each[0] for each in captions} == {"error over budget"} and all(len(each) == 2 for each in captions)
+    assert [bool(each.all("span", "badge")) for each in drawn] == [True, False]
 
 
 def test_one_file_without_scripts_and_network(wrong, equal):
@@ -180,7 +197,7 @@ def test_a_rank_that_is_missing_has_an_empty_box():
     report = replace(report, ledger=Ledger(report.ledger.rows[:1]))
     tree = read(page([report]))
     assert [box.all("title")[0].text for box in tree.all("rect", "absent")] == ["rank 1 has not issued it"]
-    assert "deadlock: no rank can run" in tree.all("p", "wrong")[0].text
+    assert "deadlock: no rank can run" in tree.all("ul", "wrong")[0].text
 
 
 def test_the_case_that_explains_is_drawn_before_the_smallest(wrong):

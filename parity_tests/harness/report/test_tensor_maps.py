@@ -44,7 +44,7 @@ def test_owners_are_ranks_of_the_world():
     report = report_of(third_off, {"tp": 2, "cp": 2}, "b/tp s/cp", b=2, s=4)
     assert holders(report.tensors[0], report.case.mesh).tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
     tree = read(as_text(maps(report)))
-    owners = tree.all("figure")[0]
+    owners = tree.all("figure")[1]
     assert [text.text for text in owners.all("text")] == ["0", "1", "2", "3"]
     assert [cell.classes[1] for cell in owners.all("rect")] == ["r0", "r1", "r2", "r3"]
 

@@ -1,8 +1,8 @@
 """A verdict as a page: one file that needs no network, also shown in notebooks.
 
-First come the findings, then drawings of the case that shows the mistake best: the transfers between ranks, and each
-tensor with its owners and errors. Then the smallest case, the command to run it again, and the report as printed in a
-terminal.
+First come the findings, each once, then drawings of the case that shows the mistake best: the transfers between ranks,
+and each tensor with its errors and owners. Then the smallest case, the command to run it again, and the report as a
+terminal prints it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from shardproof.report.bytes_table import bytes_table
 from shardproof.report.markup import as_text, prose, tag
 from shardproof.report.movement_picture import movement
 from shardproof.report.page_style import in_notebook, style
-from shardproof.report.report import Report, mesh_text
+from shardproof.report.report import Report, mesh_text, said_once
 from shardproof.report.tensor_maps import maps
+from shardproof.report.tensor_table import names, notes_by_tensors
 
 
 def page(
@@ -93,14 +94,11 @@ def _section(report: Report, title: str) -> Element:
     return tag(
         "div",
         tag("h1", title, " ", _verdict(report)),
-        tag("p", *prose(report.headline), class_="wrong") if not report.ok else None,
-        _blamed(report),
+        *_findings(report),
         _facts(report),
-        *_notes(report),
         *_pictures(report),
         *_replay(report),
-        tag("h2", "As in the terminal"),
-        tag("pre", str(report), class_="terminal"),
+        tag("details", tag("summary", "As in the terminal"), tag("pre", str(report), class_="terminal")),
         id=_anchor(title),
     )
 
@@ -116,13 +114,6 @@ def _clearest(report: Report) -> Report:
     return report if report.clearer_report is None else report.clearer_report
 
 
-def _blamed(report: Report) -> Element | None:
-    """The lines that the report blames, in its clearest case."""
-    rows = blamed_rows(_clearest(report), report)
-    lines = list(dict.fromkeys(f"{row.op} at {row.source}" for row in rows))
-    return tag("p", tag("span", "blamed", class_="badge"), " ", tag("code", ", ".join(lines))) if lines else None
-
-
 def _facts(report: Report) -> Element:
     """The tested examples, meshes and dtypes in one line, and further observations."""
     count = counted(report.examples, "example")
@@ -135,14 +126,26 @@ def _facts(report: Report) -> Element:
     )
 
 
-def _notes(report: Report) -> list[Element]:
-    """All sentences about mistakes, by tensor."""
-    items = [tag("li", tag("b", label), ": ", *prose(note)) for label, notes in report.notes.items() for note in notes]
-    side_findings = (*report.protocol, *report.cost, *report.hygiene)
-    items += [tag("li", *prose(sentence)) for sentence in side_findings]
-    if report.failure is not None:
-        items += [tag("li", *prose(line)) for line in str(report.failure).splitlines()]
-    return [tag("h2", "What is wrong"), tag("ul", *items)] if items else []
+def _findings(report: Report) -> list[Element]:
+    """What is wrong: each sentence once, and the blamed lines that no sentence names."""
+    sentences = [str(report.failure)] if report.failure is not None else []
+    sentences += [f"engines disagree: {report.engines_disagree}"] if report.engines_disagree is not None else []
+    sentences += [*report.protocol, *report.cost, *said_once(report.hygiene)]
+    sentences += [report.undecided_reason] if report.is_undecided and report.undecided_reason else []
+    notes = [
+        tag("li", tag("b", names(report, labels)), ": ", *prose(note))
+        for labels, of_tensors in notes_by_tensors(report).items()
+        for note in of_tensors
+    ]
+    lines = [line for sentence in sentences for line in sentence.splitlines()]
+    rows = blamed_rows(_clearest(report), report)
+    said = " ".join([*lines, *(note for of_tensor in report.notes.values() for note in of_tensor)])
+    blamed = dict.fromkeys(f"{row.op} at {row.source}" for row in rows if row.source not in said)
+    items = [*notes, *(tag("li", *prose(line)) for line in lines)]
+    return [
+        *([tag("ul", *items, class_="wrong")] if items else []),
+        *([tag("p", tag("span", "blamed", class_="badge"), " ", tag("code", ", ".join(blamed)))] if blamed else []),
+    ]
 
 
 def _pictures(report: Report) -> list[Element]:

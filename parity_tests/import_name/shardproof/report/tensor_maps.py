@@ -1,7 +1,7 @@
-"""Each tensor twice, side by side: the rank of each element, and its error.
+"""Each tensor twice, side by side or on a narrow page below each other: the error of each element, and its rank.
 
-For a large tensor each cell shows several elements: the owner of the first and the worst error. Of many examples a
-tensor's worst one is shown, with its case if it is not the report's.
+Wrong tensors come first. For a large tensor each cell shows several elements: the worst error and the owner of the
+first. Of many examples a tensor's worst one is shown, with its case if it is not the report's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def maps(report: Report) -> Element:
         tag("span", svg(14, 12, tag("rect", width=14, height=12, class_=f"cell e{number}"), label=""), text)
         for number, text in enumerate(LEGEND)
     ]
-    tensors = [_tensor(report, tensor) for tensor in visible_tensors]
+    tensors = [_tensor(report, tensor) for tensor in sorted(visible_tensors, key=lambda tensor: tensor.ok)]
     return tag("div", tag("div", *keys, class_="legend"), tag("div", *tensors, class_="tensors"))
 
 
@@ -72,7 +72,7 @@ def _tensor(report: Report, tensor: TensorComparison) -> Element:
     holder += f"; a sum over {', '.join(summed)}" if summed else ""
     wrong = int((ratios(tensor) > 1.0).sum())
     off = f"error over budget: {wrong} of {tensor.want.size} wrong" if wrong else "error over budget"
-    both = tag("div", owner_map(holders(tensor, case.mesh), holder), _error_map(tensor, off), class_="maps")
+    both = tag("div", _error_map(tensor, off), owner_map(holders(tensor, case.mesh), holder), class_="maps")
     is_of_another = case.json != report.case.json  # the worst of many examples
     of_case = tag("p", f"worst in {sizes(case)}{when(case)}", class_="quiet") if is_of_another else None
     return tag("div", tag("h3", name, verdict), of_case, both, class_="tensor")
