@@ -151,6 +151,7 @@ SUMMARY = {
     "my_scheme.py::wrong": "out, d/d x: off by the constant factor 2 (= tp): a reduction is missing",
     "raising_scheme.py::raising": "raised: rank 0 raised KeyError: 'a term that is summed on each rank",
     "test_verdicts.py::test_verdict": "wrong: out, d/d x: off by the constant factor 2 (= tp)",
+    "test_verdicts.py::test_assertion": "wrong: out, d/d x: off by the constant factor 2 (= tp)",
     "test_verdicts.py::test_check": "wrong: out, d/d x: off by the constant factor ",
     "test_verdicts.py::test_raising": "raised: rank 0 raised KeyError: 'a term that is summed on each rank",
 }
@@ -163,6 +164,7 @@ def test_the_output_fits_into_80_columns_and_the_summary_names_tensor_and_cause(
     Path("test_verdicts.py").write_text(
         "from shardproof import check, schemes_of_file\n\n"
         "def test_verdict():\n    schemes_of_file('my_scheme.py')[0].verify(examples=1).raise_if_failed()\n\n"
+        "def test_assertion():\n    assert schemes_of_file('my_scheme.py')[0].verify(examples=1)\n\n"
         "def test_check():\n    check(schemes_of_file('my_scheme.py')[0].case())\n\n"
         "def test_raising():\n    schemes_of_file('raising_scheme.py')[0].verify(examples=1).raise_if_failed()\n"
     )
@@ -173,6 +175,7 @@ def test_the_output_fits_into_80_columns_and_the_summary_names_tensor_and_cause(
         of_the_verdict = str(longrepr).rpartition("direct cause")[2]  # the user's own exception is not of it
         printed = [line for line in of_the_verdict.splitlines() if not line.startswith(">")]  # nor are the test's lines
         assert [line for line in printed if len(line) > 80] == []
+        assert "raising" in name or "  MISMATCH  d/d x" in str(longrepr)
         assert "contextlib" not in str(longrepr)
 
 

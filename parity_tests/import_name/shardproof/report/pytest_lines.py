@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 from shardproof.engines.failure import RankFailure
@@ -43,8 +44,8 @@ def of_scheme(excinfo: Any, report: Report | None, crash: Crash) -> Any:
 
 def of_test(error: BaseException, failure: Any) -> None:
     """Change the failure of a user's test that ends with a verdict: the exception's lines, and its message."""
-    if isinstance(error, VerdictError) and error.report is not None:
-        report = error.report
+    report = _failing_report(error)
+    if report is not None:
         told, message = report, f"{report.scheme.rpartition(':')[2]}: {report.headline}"
     elif isinstance(error, RankFailure):
         told, message = Sentence(str(error)), str(error).splitlines()[0]
@@ -57,6 +58,17 @@ def of_test(error: BaseException, failure: Any) -> None:
     entry.lines = [*source, *(OF_EXCEPTION + line for line in lines)]
     if failure.reprcrash is not None:
         failure.reprcrash.message = message
+
+
+def _failing_report(error: BaseException) -> Report | None:
+    """The report of a verdict, or of `assert scheme.verify()`, whose parts pytest keeps by names of its own."""
+    if isinstance(error, VerdictError):
+        return error.report
+    if not isinstance(error, AssertionError):
+        return None
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    kept = [value for name, value in frame.f_locals.items() if name.startswith("@py_assert")]
+    return next((value for value in kept if isinstance(value, Report) and not value.ok), None)
 
 
 def _columns() -> int:
