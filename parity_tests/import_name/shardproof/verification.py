@@ -47,6 +47,7 @@ from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
 from shardproof.endings import exits
 from shardproof.endings.raised import pass_interrupt
 from shardproof.engines.failure import Stalled
+from shardproof.engines.modes import outside_modes
 from shardproof.engines.processes import pool
 from shardproof.experiments.notes import check_notes, from_one_case
 from shardproof.experiments.simplest_choices import SimplestCase
@@ -82,6 +83,7 @@ class Search:
 
 @rejects_unknown_keywords
 @exits.raised()
+@outside_modes()
 def verify(
     scheme: Declared,
     engine: str = "lockstep",

@@ -22,6 +22,7 @@ from shardproof.draw import inputs, unread_rows
 from shardproof.engines.engines import run
 from shardproof.engines.failure import Raised, RankFailure
 from shardproof.engines.ledger import Finding, Ledger, RunResult, base
+from shardproof.engines.modes import outside_modes
 from shardproof.engines.program import Program
 from shardproof.explain.clues import explain
 from shardproof.explain.collect_evidence import collect_evidence
@@ -39,6 +40,7 @@ SHOWN_INTEGERS = 16  # elements of an integer input that a report shows
 MORE_ROUNDINGS = (2, 4)  # multiples of the declared number; storing intermediates causes no larger errors
 
 
+@outside_modes()
 def verify_case(
     scheme: Declared,
     case: CaseSpec,

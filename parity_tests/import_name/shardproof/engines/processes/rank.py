@@ -32,6 +32,7 @@ from shardproof.engines.compiling import is_compiling
 from shardproof.engines.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from shardproof.engines.ledger import LedgerRow, line_of_thread, raised_at
 from shardproof.engines.lockstep.world import flattened
+from shardproof.engines.modes import outside_modes
 from shardproof.engines.processes import rank_warnings, status_table
 from shardproof.engines.processes.recorder import OfThread, Recorder, observe_waits
 from shardproof.engines.processes.root_cause import DONE, RAISED, Outcome
@@ -79,6 +80,13 @@ class Rank:
                     if file is not None:
                         discover.import_on_rank(file)
                     self._functions[key] = cloudpickle.loads(function)
+        except Exception as error:
+            return _raised(self.rank, Recorder(), error)
+        with outside_modes():  # the import may have left one on
+            return self._called(self._functions[key], text, ready)
+
+    def _called(self, function: Callable, text: str, ready: Callable[[], object]) -> Outcome:
+        try:
             case = CaseSpec.from_json(text)
             mesh = self._mesh(case)
         except Exception as error:
@@ -86,9 +94,9 @@ class Rank:
         self._slot.issue(None, status_table.COMPUTING)
         ready()
         with process_limits.restored():
-            outcome = self._set_up(self._functions[key], mesh, case)
+            outcome = self._set_up(function, mesh, case)
             if outcome is None or outcome.kind == DONE:
-                outcome = attempt(self._functions[key], mesh, case, self._slot)
+                outcome = attempt(function, mesh, case, self._slot)
         self._slot.enter(status_table.FINISHED)
         return outcome
 
