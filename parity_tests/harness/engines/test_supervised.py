@@ -174,6 +174,19 @@ lock.acquire()""")
     assert re.fullmatch(rf"{waited} at command.py:{line}\n", out)
 
 
+def test_an_import_that_takes_long_is_named(tmp_path):
+    """As one that waits for other ranks, because the environment is a launcher's."""
+    limits = f"{QUICK}supervised_module.IDLE_S, supervised_module.LONG_IMPORT_S = 60.0, 0.3\n"
+    source = short("""for _ in range(2):
+    journal.current.begin('import /home/slow.py')
+    time.sleep(0.8)
+    journal.current.done('import /home/slow.py')
+    time.sleep(0.3)""").replace(QUICK, limits)
+    status, _, err = ended(started(source, tmp_path))
+    line = source.splitlines().index("        time.sleep(0.8)") + 1
+    assert (status, err) == (0, f"shardproof: the import of slow.py has taken 0 s, and is at command.py:{line}\n" * 2)
+
+
 # The second ends by an exit function of Python's, which waits for the process.
 NEVER_EXITS = {
     "of_its_own": "import atexit\natexit.register(time.sleep, 1000)",

@@ -6,7 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from shardproof.engines.processes import idleness
-from shardproof.engines.processes.idleness import Ready
+from shardproof.engines.processes.idleness import Idleness, Ready
+
+
+def test_a_process_that_polls_is_idle_and_one_without_a_processor_is_not(monkeypatch):
+    now = SimpleNamespace(clock=0.0, state="S", ticks=0)
+    monkeypatch.setattr(idleness, "time", SimpleNamespace(monotonic=lambda: now.clock))
+    monkeypatch.setattr(idleness, "_tree", lambda pid: [pid])
+    monkeypatch.setattr(idleness, "_fields", lambda pid: [now.state, *"0" * 10, str(now.ticks), *"000"])
+    idle = Idleness(1)
+    found = []
+    for state, share in (("S", 0.5), ("R", 0.015), ("S", 0.015), ("R", 0), ("R", 0), ("S", 0), ("S", 0.1), ("S", 0)):
+        now.clock, now.state = now.clock + idleness.LOOK_S, state
+        now.ticks += round(share * idleness.LOOK_S * idleness.TICKS)
+        found.append(idle.look() / idleness.LOOK_S)
+    assert found == [0, 1, 2, 3, 0, 1, 0, 1]
 
 
 def test_time_without_a_processor_is_left_out(monkeypatch):

@@ -231,7 +231,7 @@ def module_of_file(file: str) -> ModuleType:
     if not path.is_file():
         hint = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
         raise UnusableTarget(f"{file}: {'is a folder; give a file' if path.is_dir() else f'no such file{hint}'}")
-    key, record = f"import {path}", journal.current
+    key, record = f"{journal.IMPORT}{path}", journal.current
     sentence = None if record is None else record.sentence(key)
     if sentence is not None:
         raise LeftImport(f"cannot import {file}: {sentence}", _line_of(path, sentence))

@@ -17,6 +17,8 @@ from typing import IO, Any
 CHILD, BEGUN, DONE, FOUND, LOST, FAILED, WRITES = b"C", b"B", b"D", b"F", b"L", b"R", b"W"
 _HEAD = struct.Struct("=cII")  # kind, bytes of the key, bytes of the content
 
+IMPORT = "import "  # the key of an import is this and the file
+
 current: Journal | None = None  # of the command in this process
 
 

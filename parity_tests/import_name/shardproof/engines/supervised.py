@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -48,6 +49,7 @@ STOPPED_S = 3.0  # how long a child may be stopped while its parent runs
 GRACE_S = 5.0  # between a signal that was passed on and the end, in which the child can compute
 TELLING_S = 20.0  # how long a process that can compute may take to print the verdicts of another
 ORPHANS_S = 2.0  # how long the processes of an ended child get to end by themselves, as a fork server does
+LONG_IMPORT_S = 30.0  # after which an import is named, as one that waits for the other ranks of a launcher
 STACKS_S = 0.5  # how long the fault handler gets to write the stacks of all threads
 OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
 AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
@@ -225,6 +227,8 @@ class _Command:
             is_overdue = asked is not None and asked.look(2 * TICK_S) > GRACE_S
             why, seconds = watch.step(is_overdue=is_overdue)
             why = why or ("outdated" if self._is_outdated() else "")
+            if watch.has_long_import():
+                self._name_import(child)
             if why:
                 was_at = self._at()
                 self._end(child)
@@ -258,15 +262,31 @@ class _Command:
         return self._journal.begun, self._words.is_judged
 
     def _end(self, child: int) -> None:
-        """Let the child write its stacks, even while its interpreter is not free, and kill it."""
+        """Let the child write its stacks and kill it."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, STACKS)
-            os.kill(child, signal.SIGCONT)
-            deadline, written, before = time.monotonic() + STACKS_S, 0, -1
-            while time.monotonic() < deadline and not before == written > 0:
-                time.sleep(STACKS_S / 50)
-                before, written = written, os.fstat(self._stack.fileno()).st_size
+            self._write_stacks(child)
             os.kill(child, signal.SIGKILL)
+
+    def _write_stacks(self, child: int) -> None:
+        """Let the child write its stacks, even while its interpreter is not free. Errors: ProcessLookupError."""
+        os.ftruncate(self._stack.fileno(), self._stack.seek(0))
+        os.kill(child, STACKS)
+        os.kill(child, signal.SIGCONT)
+        deadline, written, before = time.monotonic() + STACKS_S, 0, -1
+        while time.monotonic() < deadline and not before == written > 0:
+            time.sleep(STACKS_S / 50)
+            before, written = written, os.fstat(self._stack.fileno()).st_size
+
+    def _name_import(self, child: int) -> None:
+        """Say on standard error at which line an import is that takes long."""
+        from shardproof.engines.processes import crash  # now: no other command needs it
+
+        with contextlib.suppress(ProcessLookupError):
+            self._write_stacks(child)
+        self._stack.seek(0)
+        line = crash.line_of_running(self._stack.read())
+        file = os.path.basename(self._journal.begun or "")
+        complain(f"the import of {file} has taken {LONG_IMPORT_S:.0f} s{f', and is at {line}' if line else ''}")
 
     def _as_asked(self, number: int, death: Death) -> int:
         """End this command as the signal asks, after the child has ended for the same reason."""
@@ -364,6 +384,7 @@ class _Watch:
         self._words, self._pulse, self._journal = of_child, of_child.pulse, record
         self._idleness = None if _reads_a_terminal() else Idleness(child)
         self._is_stopped, self._seconds, self._last = False, 0.0, time.monotonic()
+        self._key, self._key_s = record.begun, 0.0
 
     def exit_code(self, child: int) -> int | None:
         """How the child has ended, or None; notes whether it is stopped."""
@@ -375,11 +396,19 @@ class _Watch:
                 return os.waitstatus_to_exitcode(status)
             self._is_stopped, self._seconds = os.WIFSTOPPED(status), 0.0
 
+    def has_long_import(self) -> bool:
+        """Whether a file's import takes long; once for each."""
+        is_long = self._key_s >= LONG_IMPORT_S and (self._key or "").startswith(journal.IMPORT)
+        self._key_s = -math.inf if is_long else self._key_s
+        return is_long
+
     def step(self, *, is_overdue: bool) -> tuple[str, float]:
         """Why the child must be ended, and the seconds since it last moved; an empty string if it need not be."""
         now = time.monotonic()
-        self._seconds += min(now - self._last, 2 * TICK_S)
-        self._last = now
+        elapsed, self._last = min(now - self._last, 2 * TICK_S), now
+        key = self._journal.begun
+        self._key, self._key_s = key, self._key_s + elapsed if key == self._key else 0.0
+        self._seconds += elapsed
         pulse = self._words.pulse
         if pulse != self._pulse and not self._is_stopped:
             self._pulse, self._seconds = pulse, 0.0
@@ -391,7 +420,7 @@ class _Watch:
         if limit and self._seconds >= limit + MARGIN_S:
             return "silent", self._seconds
         idle = 0.0 if self._idleness is None else self._idleness.look()
-        waits_for_users_code = self._journal.begun is not None or self._words.is_judged  # or for its exit functions
+        waits_for_users_code = key is not None or self._words.is_judged  # or for its exit functions
         is_late = idle >= IDLE_S + self._words.run_limit and waits_for_users_code
         return ("idle", idle) if is_late else ("", 0.0)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LOOK_S = 2.0  # between two looks at the processes
-BUSY = 0.01  # of a processor; a thread that polls uses less
+BUSY = 0.03  # of a processor; a thread that polls uses less, as one of torch's that waits for other ranks
 TICKS = os.sysconf("SC_CLK_TCK")
 STATE, USED = 0, slice(11, 15)  # fields after the name; the time used includes ended children
 LEAST = 0.1  # share of the elapsed time that always counts, so processes that compute for ever end too
@@ -24,6 +24,7 @@ class Idleness:
 
     def __init__(self, pid: int) -> None:
         self._pid, self._looked, self._used, self._seconds = pid, time.monotonic(), -1.0, 0.0
+        self._was_ready = False
 
     def look(self) -> float:
         """The seconds for which no process has computed, counted from look to look."""
@@ -33,10 +34,12 @@ class Idleness:
             return self._seconds
         fields = [of_process for pid in _tree(self._pid) if (of_process := _fields(pid))]
         used = sum(int(number) for each in fields for number in each[USED]) / TICKS
-        is_idle = all(each[STATE] in WAITING for each in fields) and abs(used - self._used) < BUSY * elapsed
+        is_ready = any(each[STATE] not in WAITING for each in fields)
+        # A thread that polls is ready at one look in twenty; one that gets no processor is at each.
+        is_idle = not (is_ready and self._was_ready) and abs(used - self._used) < BUSY * elapsed
         # A look that comes late was itself delayed, and so were the processes.
         self._seconds = self._seconds + min(elapsed, 2 * LOOK_S) if fields and is_idle else 0.0
-        self._looked, self._used = now, used
+        self._looked, self._used, self._was_ready = now, used, is_ready
         return self._seconds
 
 
