@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from shardproof.endings import signals
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
 from shardproof.endings.signals import signal_name
 
@@ -67,7 +68,7 @@ def test_status_and_output_equal_the_calls(body, status):
 
 
 @pytest.mark.fast_values(1)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGALRM, signal.SIGRTMIN + 6])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGVTALRM, signal.SIGRTMIN + 6])
 def test_a_fatal_signal_is_reported(number):
     status, _, err = ending(f"os.kill(os.getpid(), {int(number)})")
     assert status == RANK_FAILED
@@ -325,6 +326,14 @@ def test_an_internal_error_has_a_status_of_its_own():
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
         ("os.kill(os.getppid(), signal.SIGSTOP); return 5", 5, ""),
+        *(
+            (
+                f"signal.signal({number:d}, lambda *_: sys.exit(5)); os.kill(os.getppid(), {number:d}); time.sleep(9)",
+                5,
+                "",
+            )
+            for number in signals.ASKING
+        ),
     ],
 )
 def test_under_a_launcher_a_process_ends_as_its_rank_does(body, status, err):

@@ -299,6 +299,20 @@ def test_a_rank_zero_that_is_killed_loses_no_verdict(tmp_path: Path, monkeypatch
     assert Path(report["replay"]).is_file()
 
 
+ASKED = "import os, time; [os.kill(process, 10) for process in (os.getppid(), os.getpid())]; time.sleep(60)"  # SIGUSR1
+
+
+def test_a_signal_of_a_batch_system_loses_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path, (0,), ASKED)
+    verify = ("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--mesh", "tp=2", "--examples", "2")
+    (lead, printed), _ = two_ranks(tmp_path, *verify, "--json", "out.json", imported=TORCH_AND_JAX)
+    record = json.loads(Path("out.json").read_text())
+    assert lead == 3 and "total    tp=2   torchrun" in printed and "MISMATCH" in printed
+    [sentence] = record["not_judged"].values()
+    assert sentence.startswith("scheme 'leaving': rank 0: ended by SIGUSR1; rank 0 computes at total.py:")
+
+
 CRASHING = """
     @scheme(reference=whole, mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b tp=I", nograd=("x",))
     def crashing(mesh, x):

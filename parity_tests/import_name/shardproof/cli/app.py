@@ -1,6 +1,6 @@
 """shardproof: the command. A verb's options are in one file of this folder, its examples in help.py.
 
-Each verb reads its arguments, calls one function, and turns the outcome into a status; engines/exit_status.py lists
+Each verb reads its arguments, calls one function, and turns the outcome into a status; endings/exit_status.py lists
 the statuses.
 """
 

@@ -33,6 +33,11 @@ def raise_when_asked() -> None:
         signal.signal(signal.SIGINT, _interrupt)
 
 
+def ignore_asking() -> None:
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def end_when_asked() -> None:
     """Again, such a signal ends the process at once, as a process that a user's code has forked."""
     for number in raising():
@@ -47,8 +52,7 @@ def raising() -> list[int]:
 def _raise(number: int, _: object) -> NoReturn:
     global asked
     asked = number
-    for other in ASKING:  # a second one comes where the first was sent to a whole group
-        signal.signal(other, signal.SIG_IGN)
+    ignore_asking()  # a second one comes where the first was sent to a whole group
     raise KeyboardInterrupt
 
 

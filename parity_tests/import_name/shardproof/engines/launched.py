@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from shardproof.endings import exits, journal
+from shardproof.endings import exits, journal, signals
 from shardproof.endings.exit_status import INTERNAL, RANK_FAILED
 from shardproof.endings.journal import Journal
 from shardproof.endings.last_words import LastWords
 from shardproof.engines import last_act
-from shardproof.engines.last_act import complain, flush
+from shardproof.engines.last_act import PASSED_ON, complain, flush
 from shardproof.engines.processes import orphans
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from shardproof.engines.failure import RankFailure
 
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
-SENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by a launcher that ends
 TICK_S = 0.5
 PATIENCE_S = 25.0  # torchrun kills what has not ended 30 s after it was asked to
 ORPHANS_S = 2.0  # how long the processes of an ended rank get to end by themselves
@@ -52,7 +51,7 @@ class Rank:
 
     def status(self) -> int:
         """How the rank has ended; where a signal has ended it, this process ends by the same one."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, (*SENT, signal.SIGCHLD))
+        signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         orphans.adopt()
         orphans.tie(self._agent, signal.SIGCHLD)  # ends the wait, as the end of a child does
@@ -64,7 +63,7 @@ class Rank:
         rank = int(os.environ.get("RANK", "0"))
         died = f"rank {rank} {ending(code)} before it reported"
         sentence = f"died: {died}"
-        if self._journal.begun is not None and code != RANK_FAILED and -code not in SENT:
+        if self._journal.begun is not None and code != RANK_FAILED and -code not in PASSED_ON:
             from shardproof.engines.failure import Died
 
             self._exit_code(Died(died, rank=rank))
@@ -89,9 +88,9 @@ class Rank:
         code: int | None = None
         ends = math.inf
         while code is None:
-            received = signal.sigtimedwait((*SENT, signal.SIGCHLD), TICK_S)
-            if received is not None and received.si_signo == signal.SIGTERM:
-                os.kill(child, signal.SIGTERM)  # a launcher sends the other signals to the whole group of processes
+            received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), TICK_S)
+            if received is not None and received.si_signo in signals.ASKING:
+                os.kill(child, received.si_signo)  # a terminal interrupts the whole group of processes
                 ends = min(ends, time.monotonic() + PATIENCE_S)
             if death is not None and time.monotonic() > ends:
                 os.kill(child, signal.SIGKILL)
@@ -112,7 +111,7 @@ class Rank:
             exits.install_alone()
             if is_over:
                 # The launcher ends the ranks after one has died, and has patience before it kills them.
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                signals.ignore_asking()
             is_watchful = AGENT in os.environ and not is_over
             if is_watchful:
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal

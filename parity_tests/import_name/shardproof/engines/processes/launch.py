@@ -36,7 +36,7 @@ import torch.distributed as dist
 from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.travel import dumps
-from shardproof.endings import exits
+from shardproof.endings import exits, signals
 from shardproof.endings.exit_status import RANK_FAILED, USAGE
 from shardproof.endings.raised import message_of
 from shardproof.engines import launched
@@ -68,12 +68,12 @@ def _watch(parent: int) -> None:
     leave(f"the torchrun agent of this host (process {launched.agent or parent}) has ended, and its ranks with it")
 
 
-def _terminated(*_: object) -> NoReturn:
-    """torchrun ends the ranks of a host after one has died: they report where they are."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it comes from torchrun and from this process's parent
+def _ended(number: int, _: object = None) -> NoReturn:
+    """torchrun ends the ranks of a host after one has died, or a batch system a job: they report where they are."""
+    signals.ignore_asking()  # it comes from torchrun and from this process's parent
     member = Member.current
-    ends = f"rank {os.environ.get('RANK', '?')}: torchrun ends this job"
-    words = ends if member is None else member.last_words()
+    ends = "torchrun ends this job" if number == signal.SIGTERM else f"ended by {signals.signal_name(number)}"
+    words = f"rank {os.environ.get('RANK', '?')}: {ends}" if member is None else member.last_words(ends)
     _leave(str(words), words if isinstance(words, RankFailure) else None)
 
 
@@ -132,8 +132,9 @@ def is_rank_zero() -> bool:
     if launched.is_over:
         return True
     leave_with_agent()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        signal.signal(signal.SIGTERM, _terminated)
+    for number in signals.ASKING:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _ended)
     if rank == 0 and world > 1:
         atexit.register(_send_home)
     return rank == 0
@@ -213,7 +214,7 @@ def _with_store(call: Callable[[], T]) -> T:
     try:
         return call()
     except LeaderGone:
-        _terminated()
+        _ended(signal.SIGTERM)
     except dist.DistError as error:
         at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         leave(f"the store of the job at {at} is gone, and with it the host that held it ({str(error).splitlines()[0]})")

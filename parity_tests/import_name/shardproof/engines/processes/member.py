@@ -219,8 +219,8 @@ class Member:
         )
         return self.outcome or where
 
-    def last_words(self) -> str | RankFailure:
-        """This rank's report when torchrun ends the job, for example after a rank of its host has died.
+    def last_words(self, ends: str) -> str | RankFailure:
+        """This rank's report when the job `ends`, for example by torchrun after a rank of its host has died.
 
         The first rank that is left on the host says for all how that one died; the others say nothing.
         """
@@ -236,7 +236,7 @@ class Member:
                 return failure
         has_failed = self.outcome is not None and self.outcome.kind != DONE
         where = f"; {mine}" if has_failed or self._thread.is_alive() else ""
-        return f"rank {self.rank}: torchrun ends this job{where}"
+        return f"rank {self.rank}: {ends}{where}"
 
     def _endings(self, died: Collection[int]) -> dict[int, Outcome]:
         """The reports of the other live ranks; a rank that takes too long has none."""
