@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from parity_tests import warm_python
 from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, TIMES_RANKS, written
 from shardproof.cli import session
@@ -131,6 +133,30 @@ def test_standard_output_has_the_json_alone():
 def test_files_are_written_also_where_nothing_is_judged():
     out, record = ended(signal.SIGTERM, HEAD, DEAF, WAITS)
     assert out == "" and record["reports"] == []
+
+
+KILLS = """
+def killing(mesh, x):
+    import os
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+declare(killing)
+"""
+
+
+def test_no_verdict_of_an_earlier_command_is_left():
+    """A file of yesterday would say today that all is equal."""
+    files = ("out.json", "out.xml", "out.html")
+    command = ("-m", "shardproof", "verify", "schemes.py", "--examples", "1", "--mesh", "tp=2")
+    command += ("--json", files[0], "--junit", files[1], "--html", files[2])
+    written("schemes.py", HEAD, RIGHT, **LOCKSTEP)
+    assert warm_python.run(*command).returncode == EQUAL and all(Path(file).is_file() for file in files)
+    written("schemes.py", HEAD, RIGHT, KILLS, **LOCKSTEP)
+    assert warm_python.run(*command).returncode == -signal.SIGKILL
+    record, suite = json.loads(Path(files[0]).read_text()), ElementTree.parse(files[1]).getroot()
+    assert (record["status"], record["reports"]) == (BY_SIGNAL + signal.SIGKILL, [])
+    assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
+    assert all("the command has not come to its end" in Path(file).read_text() for file in files)
 
 
 EDITS_ITSELF = """

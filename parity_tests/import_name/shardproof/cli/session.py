@@ -68,6 +68,7 @@ from shardproof.verification import with_replay_file
 
 LONG_S = 60.0
 Keep = Callable[[str, Report], None]  # takes the key of a scheme and its first failing report
+NOT_ENDED = "the command has not come to its end"
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 
@@ -96,6 +97,7 @@ def verify(
     text_to_stderr = "-" in options.files.values()  # standard output is for machines
     if journal.current is not None and any(paths.values()):
         journal.current.will_write()
+    _replace_earlier(targets, paths)
     outcome = Outcome()
     try:
         with prints_on_stderr() if text_to_stderr else contextlib.nullcontext(), own_output():
@@ -151,11 +153,19 @@ def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str |
         console.print(Sentence(f"page: {options.html}"), soft_wrap=True)  # keep a path in one piece
 
 
+def _replace_earlier(targets: Sequence[str], paths: Mapping[str, str | None]) -> None:
+    """Where a file of an earlier command is, write that this one has not ended: a SIGKILL leaves time for no other."""
+    unfinished = Outcome(ended_by=signal.SIGKILL)
+    unfinished.reject(" ".join(targets) or "all schemes", NOT_ENDED)
+    with contextlib.suppress(OSError):  # told at the end, after all verdicts
+        _write_files(unfinished, {option: path for option, path in paths.items() if path and os.path.isfile(path)})
+
+
 def _write_files(outcome: Outcome, paths: Mapping[str, str | None]) -> None:
     texts = {
-        paths["json"]: partial(summary.as_json, outcome),
-        paths["junit"]: partial(summary.as_junit, outcome),
-        paths["html"]: partial(
+        paths.get("json"): partial(summary.as_json, outcome),
+        paths.get("junit"): partial(summary.as_junit, outcome),
+        paths.get("html"): partial(
             page, outcome.reports, summary.closing(outcome), summary.without_report(outcome), outcome.titles
         ),
     }
