@@ -14,17 +14,19 @@ from shardproof.cli.session import TimeLeft
 from shardproof.declare.discover import UnusableTarget, find
 
 DEEP = """
-import an_outer_module
 def deep(mesh, x):
-    return an_outer_module.call(x)
+    return outer.call(x)
 declare(deep)
 """
 
 
-def modules_three_deep():
-    Path("an_inner_module.py").write_text("def call(x):\n    return {}['no such weight']\n")
-    for name, inner in (("a_middle_module", "an_inner_module"), ("an_outer_module", "a_middle_module")):
-        Path(f"{name}.py").write_text(f"import {inner}\n\ndef call(x):\n    return {inner}.call(x)\n")
+def file_of_three_deep(engine):
+    """Its modules have names of their own: a process imports each name from one folder only."""
+    inner, middle, outer = names = [f"an_{place}_module_on_{engine}" for place in ("inner", "middle", "outer")]
+    Path(f"{inner}.py").write_text("def call(x):\n    return {}['no such weight']\n")
+    for name, called in ((middle, inner), (outer, middle)):
+        Path(f"{name}.py").write_text(f"import {called}\n\ndef call(x):\n    return {called}.call(x)\n")
+    return written(f"deep_on_{engine}.py", f"import {outer} as outer\n", DEEP), [f"deep_on_{engine}", *names[::-1]]
 
 
 @pytest.mark.slow
@@ -107,18 +109,16 @@ def test_a_name_that_the_file_lacks(target, sentence):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_the_full_traceback_on_request(engine, shardproof):
-    modules_three_deep()
-    file = written(f"deep_on_{engine}.py", DEEP)
+    file, names = file_of_three_deep(engine)
     arguments = ("verify", file, "--mesh", "tp=2", "--examples", "1", "--engine", engine)
     status, out, _ = shardproof(*arguments)
     assert status == 3 and "Traceback" not in out
     _, out, _ = shardproof(*arguments, "--traceback")
     traceback = out[out.index("Traceback (most recent call last)") :]
-    names = (f"deep_on_{engine}", "an_outer_module", "a_middle_module", "an_inner_module")
     places = [traceback.index(f"/{name}.py") for name in names]
     assert places == sorted(places) and "KeyError: 'no such weight'" in traceback
     (replay,) = Path().glob("replay_*.py")
-    assert "an_inner_module.py" in shardproof("replay", str(replay), "--traceback")[1].partition("Traceback")[2]
+    assert f"{names[-1]}.py" in shardproof("replay", str(replay), "--traceback")[1].partition("Traceback")[2]
 
 
 def test_where_no_rank_raised_there_is_no_traceback(shardproof):
