@@ -135,6 +135,18 @@ def test_gradients_of_empty_outputs_are_no_verdict():
         product.verify(tp=2, b=0, d=3)
 
 
+@pytest.mark.usefixtures("unexplained")
+@pytest.mark.parametrize("examples", [1, 2])
+def test_a_few_cases_that_are_empty_are_not_the_last(examples):
+    right, wrong = (
+        declared(lambda mesh, x, n=n: x * n, dims={"b": (0, 4)}, draw={"x": values("normal")}) for n in (3, 2)
+    )
+    for seed in range(8):
+        verdicts = [each.verify(examples=examples, seed=seed) for each in (right, wrong)]
+        assert [verdict.ok for verdict in verdicts] == [True, False] and verdicts[0].tensors[0].want.size
+    assert right.verify(examples=1, tp=2, b=4).examples == 1
+
+
 @pytest.mark.slow
 def test_a_reference_that_is_nan_everywhere_is_equal_to_nothing():
     def root(mesh, x):

@@ -17,6 +17,17 @@ class NothingCompared(ValueError):
     """In every example all tensors were empty or below their budgets, or the reference of one had no finite number."""
 
 
+def has_compared(scheme: Declared, reports: Sequence[Report]) -> bool:
+    """Whether the equal ones of these reports, if there are any, have compared something of each tensor."""
+    equal = [report for report in reports if report.ok or report.only_unwaited]
+    try:
+        if equal:
+            check_compared(scheme, equal)
+        return True
+    except NothingCompared:
+        return False
+
+
 def check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
     """Errors: NothingCompared if all outputs are empty, or a tensor has no finite number, is undefined or below budget.
 

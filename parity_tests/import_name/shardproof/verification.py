@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardproof.compared import check_compared
+from shardproof.compared import check_compared, has_compared
 from shardproof.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from shardproof.declare.conditions import LARGER_WORLD
 from shardproof.declare.declared import Declared
@@ -131,9 +131,10 @@ def verify(
     search = Search(reports, as_drawn=next((report.case for report in reports if _ends(report)), None))
     if found and search.as_drawn is not None:
         found(merge_reports(reports))
-    if total > len(reports) and search.as_drawn is None:
+    is_short = total > len(reports) or (_is_open(scheme, fixed) and not has_compared(scheme, reports))
+    if is_short and search.as_drawn is None:
         until = math.inf if limit_s is None else start + limit_s
-        drawn = total - len(reports) - len(long)
+        drawn = max(total - len(reports) - len(long), 1)
         search = _search(scheme, fixed, draw_options, seed, drawn, progress, found, first_choices, until)
         reports += search.reports
         if not _ends(reports[-1]) and time.perf_counter() <= until:
@@ -304,7 +305,7 @@ def _search(
     """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases.
 
     At least one case is drawn, and one on several ranks if a mesh has them; none other later than `until` on the clock
-    of `time.perf_counter`.
+    of `time.perf_counter`. If nothing was compared in `total` cases, whose outputs may be empty, more are drawn.
     """
     several = _meshes_of_several_ranks(scheme, fixed, draw_options["world"])
 
@@ -313,12 +314,14 @@ def _search(
         return draw_case(scheme, choose, fixed, **options)
 
     reports: list[Report] = []
-    for number in range(total):
+    for number in range(max(total, EXAMPLES[profile()])):
+        if number >= total and has_compared(scheme, reports):
+            break
         planned = first_choices[number] if number < len(first_choices) else ()
         chooser = RecordingChooser(even_chooser(number, seed), planned)
         reports.append(verify_or_undecided(scheme, draw(chooser)))
         if progress:
-            progress(len(reports), total, SMALLER if _ends(reports[-1]) else "")
+            progress(len(reports), max(total, len(reports)), SMALLER if _ends(reports[-1]) else "")
         if _ends(reports[-1]):
             if found:
                 found(merge_reports(reports))
