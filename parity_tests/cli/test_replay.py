@@ -113,6 +113,15 @@ def test_a_case_that_is_none_of_the_scheme_is_rejected(capsys):
         assert f"shardproof: replay: {sentence}" in capsys.readouterr().err
 
 
+def test_a_case_without_numbers_is_no_verdict(capsys):
+    _, scheme = declared()
+    report = scheme.verify(tp=2, b=2, examples=1)
+    file, path = Path(report.replay).read_text(), Path("replay_empty.py")
+    path.write_text(file.replace(repr(report.case.json), repr(report.case.replace(dims={"b": 0}).json)))
+    assert status_of(path) == USAGE
+    assert "every output is empty at tp=2 b=0 " in capsys.readouterr().err
+
+
 NO_CASES = {
     "half of one": ("{", "Expecting property name"),
     "of another kind": ('{"scheme": 5, "mesh": {"tp": 2}}', "case: scheme is 5; it is a text"),

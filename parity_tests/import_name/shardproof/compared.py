@@ -33,12 +33,7 @@ def check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
 
     A result of NaN passes where the reference is NaN, and an infinity where it is that infinity.
     """
-    # Gradients of empty outputs are zeros, whatever the function computes.
-    outputs = [tensor for report in reports for tensor in report.tensors if tensor.role == "output"]
-    if not any(tensor.want.size for tensor in outputs):
-        raise NothingCompared(
-            f"scheme '{scheme.name}': every output is empty at {sizes(reports[-1].case)}; nothing was compared"
-        )
+    check_not_empty(scheme, reports)
     compared: set[str] = set()
     without: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}  # references of tensors with nothing to compare
     for report in reports:
@@ -60,6 +55,15 @@ def check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
             f"{'infinities or NaN were drawn, give more examples' if are_drawn else remedy}"
         )
     _check_power(scheme, reports)
+
+
+def check_not_empty(scheme: Declared, reports: Sequence[Report]) -> None:
+    """NothingCompared if all outputs are empty: their gradients are zeros, whatever the function computes."""
+    outputs = [tensor for report in reports for tensor in report.tensors if tensor.role == "output"]
+    if not any(tensor.want.size for tensor in outputs):
+        raise NothingCompared(
+            f"scheme '{scheme.name}': every output is empty at {sizes(reports[-1].case)}; nothing was compared"
+        )
 
 
 def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:

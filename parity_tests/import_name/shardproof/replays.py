@@ -252,6 +252,7 @@ def rerun(
 
 def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) -> Iterator[Report]:
     """The reports of a recorded case, verified `repeat` times; notes are tested on other cases."""
+    from shardproof.compared import check_not_empty
     from shardproof.experiments.notes import check_notes
     from shardproof.experiments.special_values import name_values_to_avoid
     from shardproof.experiments.undecided import verify_or_undecided
@@ -266,6 +267,8 @@ def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) ->
     for _ in range(repeat):
         with own_output():
             report = verify_or_undecided(scheme, case.replace(engine=chosen))
-            if not report.ok:
+            if report.ok:
+                check_not_empty(scheme, [report])
+            else:
                 report = check_notes(scheme, name_values_to_avoid(scheme, report))
         yield report
