@@ -33,6 +33,16 @@ def test_a_folder_is_searched_without_installed_packages(tmp_path: Path) -> None
     assert [scheme.name for scheme in discover.find([str(project)])] == ["first", "second"]
 
 
+def test_a_link_to_a_folder_is_followed_once(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    written(project / "first.py", "first")
+    written(tmp_path / "elsewhere" / "second.py", "second")
+    written(tmp_path / "around.py", "around")
+    for name, to in (("link", "../elsewhere"), ("again", "../elsewhere"), ("up", ".."), ("here", "."), ("lost", "no")):
+        (project / name).symlink_to(to)
+    assert [scheme.name for scheme in discover.find([str(project)])] == ["first", "second"]
+
+
 def test_a_root_directory_is_not_a_project() -> None:
     with pytest.raises(discover.UnusableTarget) as caught:
         discover.find(["/"])

@@ -144,12 +144,20 @@ def _usable(declarations: Sequence[Declared | FailedDeclaration | FailedImport])
 
 
 def python_files(folder: Path) -> list[Path]:
-    """Python files below a folder, except installed or hidden ones. Errors: UnusableTarget for a root directory."""
+    """Python files below a folder, except installed or hidden ones; a link to a folder is followed.
+
+    Errors: UnusableTarget for a root directory.
+    """
     if folder.resolve() == Path(folder.resolve().anchor):
         raise UnusableTarget(f"{folder} is a whole disk; give a file, or the folder of a project")
     paths: list[Path] = []
-    for place, inner, files in os.walk(folder):
-        inner[:] = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
+    # A link to a folder around this one, or to one that has been seen, would bring files twice or of others.
+    seen = {folder.resolve(), *folder.resolve().parents}
+    for place, inner, files in os.walk(folder, followlinks=True):
+        own = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
+        new = {real: name for name in own if (real := (Path(place) / name).resolve()) not in seen}
+        seen |= {*new}
+        inner[:] = new.values()
         paths += [path for name in files if name.endswith(".py") and (path := Path(place) / name).is_file()]
     return sorted(paths)
 
