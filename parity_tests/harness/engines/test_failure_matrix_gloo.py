@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests.evidence.failures import kinds
+from parity_tests.specimens import odd_rank
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.failure import GROUP_HINT, RankFailure
 from shardproof.engines.lockstep import lockstep
@@ -31,40 +32,10 @@ def case(world: int) -> CaseSpec:
     return CaseSpec("failure_matrix", {"tp": world})
 
 
-def healthy(mesh: Any, case: Any) -> float:
-    x = torch.ones(3)
-    dist.all_reduce(x, group=mesh["tp"])
-    return x[0].item()
-
-
 def leaves(mesh: Any, case: Any) -> None:
     if mesh.rank("tp") == 1:
         os._exit(7)
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
-
-
-def other_rank_of_shape(mesh: Any, case: Any) -> None:
-    dist.all_reduce(torch.ones((3, 2) if mesh.rank("tp") == 1 else (2, 3)), group=mesh["tp"])
-
-
-def reduce_or_gather(mesh: Any, case: Any) -> None:
-    x = torch.ones(3)
-    if mesh.rank("tp") == 1:
-        dist.all_gather([torch.empty(3) for _ in range(mesh.size("tp"))], x, group=mesh["tp"])
-    else:
-        dist.all_reduce(x, group=mesh["tp"])
-
-
-def uneven_gather(mesh: Any, case: Any) -> None:
-    x = torch.ones(3 if mesh.rank("tp") == 1 else 4)
-    dist.all_gather([torch.empty_like(x) for _ in range(mesh.size("tp"))], x, group=mesh["tp"])
-
-
-def short_recv(mesh: Any, case: Any) -> None:
-    if mesh.rank("tp") == 0:
-        dist.send(torch.ones(4), dst=1, group=mesh["tp"])
-    if mesh.rank("tp") == 1:
-        dist.recv(torch.ones(2), src=0, group=mesh["tp"])
 
 
 def other_size_in_backward(mesh: Any, case: Any) -> None:
@@ -92,7 +63,7 @@ ROWS = [
         {"collective mismatch"},
         ["shape differs", "float32[2] SUM (group tp, #0)", "float32[3] SUM (group tp, #0)"],
     ),
-    (other_rank_of_shape, {"collective mismatch"}, ["shape differs", "float32[2, 3]", "float32[3, 2]"]),
+    (odd_rank.other_dims, {"collective mismatch"}, ["shape differs", "float32[2, 3]", "float32[3, 2]"]),
     (kinds.other_dtype, {"collective mismatch"}, ["dtype differs", "float32[3]", "int32[3]"]),
     (kinds.other_item_size, {"collective mismatch"}, ["dtype differs", "float32[3]", "int64[3]"]),
     (kinds.other_reduce_op, {"collective mismatch"}, ["reduce op differs", "SUM", "MAX"]),
@@ -101,11 +72,19 @@ ROWS = [
         {"collective mismatch"},
         ["op differs", "all_reduce float32[3] SUM", "broadcast float32[3] root=0"],
     ),
-    (reduce_or_gather, {"collective mismatch"}, ["op differs", "all_reduce float32[3] SUM", "all_gather float32[3]"]),
+    (
+        odd_rank.other_call,
+        {"collective mismatch"},
+        ["op differs", "all_reduce float32[3] SUM", "all_gather float32[3]"],
+    ),
     (kinds.other_root, {"collective mismatch"}, ["root differs", "root=0", "root=1"]),
-    (uneven_gather, {"collective mismatch", "died"}, ["all_gather float32[4]", "all_gather float32[3]"]),
+    (odd_rank.other_rows, {"collective mismatch", "died"}, ["all_gather float32[4]", "all_gather float32[3]"]),
     (kinds.wrong_counts, {"collective mismatch"}, ["sends 1 row to rank 1, which expects 2", "all_to_all"]),
-    (short_recv, {"collective mismatch"}, ["shape differs", "recv float32[2] peer=0", "send float32[4] peer=1"]),
+    (
+        odd_rank.short_receive,
+        {"collective mismatch"},
+        ["shape differs", "recv float32[2] peer=0", "send float32[4] peer=1"],
+    ),
     (kinds.all_send_first, {"stalled"}, ["rank 0 waits in send float32[4] peer=1"]),
     (
         kinds.collective_missing,
@@ -127,7 +106,7 @@ ROWS = [
 
 @pytest.fixture(scope="module", params=(2, 4))
 def world(request: pytest.FixtureRequest) -> int:
-    pool.run(healthy, case(request.param))
+    pool.run(odd_rank.healthy, case(request.param))
     return request.param
 
 
@@ -145,7 +124,7 @@ def test_row(world: int, body: Any, causes: set[str], words: list[str]) -> None:
     assert len(failure.others) == world - 1
     assert seconds < VERDICT_S.get(failure.cause, OTHER_VERDICT_S) * LOADED
     start = time.monotonic()
-    assert pool.run(healthy, case(world)).results == (float(world),) * world
+    assert pool.run(odd_rank.healthy, case(world)).results == (float(world),) * world
     assert time.monotonic() - start < HEALTHY_S * LOADED
 
 
@@ -212,7 +191,7 @@ def slow_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
 @pytest.mark.slow
 def test_slow_import_is_no_stall(world: int, slow_module: Any) -> None:
     def imports(mesh: Any, case: Any) -> float:
-        return healthy(mesh, case) + slow_module.VALUE
+        return odd_rank.healthy(mesh, case) + slow_module.VALUE
 
     start = time.monotonic()
     assert pool.run(imports, case(world), quiet_s=1.5).results == (world + 7.0,) * world

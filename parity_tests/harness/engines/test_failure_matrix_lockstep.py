@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from parity_tests.evidence.failures import kinds
+from parity_tests.specimens import odd_rank
 from parity_tests.specimens.engine_agreement import all_gather
 from shardproof.declare.case import CaseSpec
 from shardproof.engines import failure
@@ -24,51 +25,14 @@ VERDICT_S = 0.05
 FILE = "test_failure_matrix_lockstep.py"
 SIDE = re.compile(
     r"rank (\d+) (?:in|waits in|returned and never waited for|was stopped before its next collective; its last was) "
-    rf"(\w+) .*?\(group ([\w,]+), #(\d+)\) at (?:{FILE}|kinds.py):(\d+)"
+    rf"(\w+) .*?\(group ([\w,]+), #(\d+)\) at (?:{FILE}|kinds.py|odd_rank.py):(\d+)"
 )
-
-
-def healthy(mesh: Any, case: CaseSpec) -> float:
-    x = torch.ones(3)
-    dist.all_reduce(x, group=mesh["tp"])
-    return x[0].item()
-
-
-def raises(mesh: Any, case: CaseSpec) -> None:
-    if mesh.rank("tp") == 1:
-        raise KeyError("no such weight")
-    dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
 def raises_in_backward(mesh: Any, case: CaseSpec) -> None:
     if mesh.rank("tp") == 1:
         raise KeyError("no such gradient")
     Summed.apply(torch.ones(3, requires_grad=True), mesh["tp"], 3).sum().backward()
-
-
-def other_size(mesh: Any, case: CaseSpec) -> None:
-    dist.all_reduce(torch.ones(2 if mesh.rank("tp") == 1 else 3), group=mesh["tp"])
-
-
-def other_shape(mesh: Any, case: CaseSpec) -> None:
-    dist.all_reduce(torch.ones((3, 2) if mesh.rank("tp") == 1 else (2, 3)), group=mesh["tp"])
-
-
-def other_dtype(mesh: Any, case: CaseSpec) -> None:
-    dtype = torch.int32 if mesh.rank("tp") == 1 else torch.float32
-    dist.all_reduce(torch.ones(3, dtype=dtype), group=mesh["tp"])
-
-
-def reduce_or_gather(mesh: Any, case: CaseSpec) -> None:
-    if mesh.rank("tp") == 1:
-        all_gather(torch.empty(3 * mesh.size("tp")), torch.ones(3), group=mesh["tp"])
-    else:
-        dist.all_reduce(torch.ones(3), group=mesh["tp"])
-
-
-def uneven_gather(mesh: Any, case: CaseSpec) -> None:
-    x = torch.ones(3 if mesh.rank("tp") == 1 else 4)
-    dist.all_gather([torch.empty_like(x) for _ in range(mesh.size("tp"))], x, group=mesh["tp"])
 
 
 def uneven_scatter(mesh: Any, case: CaseSpec) -> None:
@@ -92,24 +56,11 @@ def other_size_functional(mesh: Any, case: CaseSpec) -> None:
     functional.all_reduce(torch.ones(2 if mesh.rank("tp") == 1 else 3), "sum", mesh["tp"]).sum()
 
 
-def short_receive(mesh: Any, case: CaseSpec) -> None:
-    if mesh.rank("tp") == 0:
-        dist.send(torch.ones(4), group_dst=1, group=mesh["tp"])
-    if mesh.rank("tp") == 1:
-        dist.recv(torch.ones(2), group_src=0, group=mesh["tp"])
-
-
 def other_tag(mesh: Any, case: CaseSpec) -> None:
     if mesh.rank("tp") == 0:
         dist.send(torch.ones(4), group_dst=1, group=mesh["tp"], tag=5)
     if mesh.rank("tp") == 1:
         dist.recv(torch.ones(4), group_src=0, group=mesh["tp"], tag=6)
-
-
-def skips(mesh: Any, case: CaseSpec) -> None:
-    dist.all_reduce(torch.ones(3), group=mesh["tp"])
-    if mesh.rank("tp") != 1:
-        dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
 def skips_the_first_of_two(mesh: Any, case: CaseSpec) -> None:
@@ -175,18 +126,18 @@ class Mistake:
 
 
 MISTAKES = (
-    Mistake(raises, failure.Raised, "rank 1 raised KeyError: 'no such weight'", ranks=(0,)),
+    Mistake(kinds.raises, failure.Raised, "rank 1 raised KeyError: 'no such weight'", ranks=(0,)),
     Mistake(raises_in_backward, failure.Raised, "rank 1 raised KeyError: 'no such gradient'", ranks=(0,)),
-    Mistake(other_size, failure.CollectiveMismatch, "shapes differ, [3] and [2]"),
-    Mistake(other_shape, failure.CollectiveMismatch, "shapes differ, [2, 3] and [3, 2]"),
-    Mistake(other_dtype, failure.CollectiveMismatch, "dtypes differ, float32 and int32"),
+    Mistake(kinds.other_shape, failure.CollectiveMismatch, "shapes differ, [3] and [2]"),
+    Mistake(odd_rank.other_dims, failure.CollectiveMismatch, "shapes differ, [2, 3] and [3, 2]"),
+    Mistake(kinds.other_dtype, failure.CollectiveMismatch, "dtypes differ, float32 and int32"),
     Mistake(kinds.other_reduce_op, failure.CollectiveMismatch, "reduce ops differ, SUM and MAX"),
     Mistake(
         kinds.other_operation, failure.CollectiveMismatch, "different operations meet", ("all_reduce", "broadcast")
     ),
-    Mistake(reduce_or_gather, failure.CollectiveMismatch, "different operations meet", ("all_reduce", "all_gather")),
+    Mistake(odd_rank.other_call, failure.CollectiveMismatch, "different operations meet", ("all_reduce", "all_gather")),
     Mistake(kinds.other_root, failure.CollectiveMismatch, "roots differ, 0 and 1", ("broadcast",)),
-    Mistake(uneven_gather, failure.CollectiveMismatch, "shapes differ, [4] and [3]", ("all_gather",)),
+    Mistake(odd_rank.other_rows, failure.CollectiveMismatch, "shapes differ, [4] and [3]", ("all_gather",)),
     Mistake(uneven_scatter, failure.CollectiveMismatch, "outputs differ, float32[4] and float32[3]", ("scatter",)),
     Mistake(
         other_splits,
@@ -197,10 +148,10 @@ MISTAKES = (
     ),
     Mistake(other_size_in_backward, failure.CollectiveMismatch, "shapes differ, [3] and [2]"),
     Mistake(other_size_functional, failure.CollectiveMismatch, "shapes differ, [3] and [2]"),
-    Mistake(short_receive, failure.CollectiveMismatch, "shapes differ, [4] and [2]", ("send", "recv")),
+    Mistake(odd_rank.short_receive, failure.CollectiveMismatch, "shapes differ, [4] and [2]", ("send", "recv")),
     Mistake(other_tag, failure.CollectiveMismatch, "tags differ, 5 and 6", ("send", "recv")),
     Mistake(kinds.all_send_first, failure.Deadlock, "rank 0 waits in send float32[4] peer=1", ("send",)),
-    Mistake(skips, failure.Deadlock, "rank 1 returned without this all_reduce", ranks=(0,)),
+    Mistake(kinds.collective_missing, failure.Deadlock, "rank 1 returned without this all_reduce", ranks=(0,)),
     Mistake(skips_the_first_of_two, failure.Deadlock, "on rank 1: one of them may have left out a call", ranks=(0,)),
     Mistake(receives_what_nobody_sends, failure.Unwaited, "rank 1 returned and never waited for recv", ("recv",), (1,)),
     Mistake(changes_an_input, failure.Modified, ": input 0 was changed at (2,) before its", ("all_gather",), (1,)),
@@ -223,12 +174,12 @@ def failed(body: Callable, world: int, cause: type[failure.RankFailure]) -> tupl
     """The failure and its seconds; three attempts, since the machine may be busy."""
     seconds = float("inf")
     for _ in range(3):
-        lockstep.run(healthy, case(world))
+        lockstep.run(odd_rank.healthy, case(world))
         started = time.perf_counter()
         with pytest.raises(cause) as caught:
             lockstep.run(body, case(world))
         seconds = min(seconds, time.perf_counter() - started)
-        assert lockstep.run(healthy, case(world)).results == (float(world),) * world
+        assert lockstep.run(odd_rank.healthy, case(world)).results == (float(world),) * world
         if seconds <= VERDICT_S:
             break
     return caught.value, seconds
@@ -255,11 +206,11 @@ def test_row(mistake, world):
 
 
 def test_a_rank_own_exception_is_the_cause_and_its_frames_are_shown():
-    error, _ = failed(raises, 2, failure.Raised)
+    error, _ = failed(kinds.raises, 2, failure.Raised)
     assert error.rank == 1
     assert repr(error.__cause__) == "KeyError('no such weight')"
     assert 'raise KeyError("no such weight")' in str(error)
-    assert error.source == f"{FILE}:{inspect.getsourcelines(raises)[1] + 2}"
+    assert error.source == f"kinds.py:{inspect.getsourcelines(kinds.raises)[1] + 2}"
 
 
 def test_a_rank_that_neither_waits_nor_has_returned_was_stopped():
@@ -267,9 +218,9 @@ def test_a_rank_that_neither_waits_nor_has_returned_was_stopped():
 
     def raises_second(mesh: Any, case: CaseSpec) -> None:
         dist.all_reduce(torch.ones(3), group=mesh["tp"])
-        raises(mesh, case)
+        kinds.raises(mesh, case)
 
-    error, _ = failed(raises, 4, failure.Raised)
+    error, _ = failed(kinds.raises, 4, failure.Raised)
     assert error.others[-1] == "rank 3 was stopped before its first collective"
     error, _ = failed(raises_second, 4, failure.Raised)
     stopped = [
@@ -310,5 +261,5 @@ def test_an_endless_loop_is_ended_with_its_stack(world):
     assert re.search(rf"last all_reduce float32\[3\] SUM \(group tp, #0\) at {FILE}:\d+", text)
     assert "while mesh.rank" in text
     assert caught.value.rank == 1
-    assert lockstep.run(healthy, case(world)).results == (float(world),) * world
+    assert lockstep.run(odd_rank.healthy, case(world)).results == (float(world),) * world
     stop.set()
