@@ -124,7 +124,8 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
         splits=splits,
         peer=None if peer is None else ranks[peer],
         tag=call.get("tag", 0),
-        is_async=func.namespace != "c10d" or bool(call.get("async_op", False)),
+        # torch does not say so of a message: send and isend are one operator.
+        is_async=peer is None and (func.namespace != "c10d" or bool(call.get("async_op", False))),
     )
 
 
