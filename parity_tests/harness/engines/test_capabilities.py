@@ -1,4 +1,7 @@
-"""In place collectives: the same body finds the same values and rows on lockstep and on gloo."""
+"""Reductions, dtypes, shapes and asynchronous calls: the same values and rows on lockstep and on gloo.
+
+The public functions of torch.distributed, one by one, are in `torch_functions`.
+"""
 
 from typing import Any
 
@@ -68,36 +71,6 @@ def gathers(mesh: Any, case: CaseSpec) -> Pairs:
     yield empty, torch.empty(0, 3)
 
 
-def scatters(mesh: Any, case: CaseSpec) -> Pairs:
-    group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
-    total = torch.stack([initial_tensor(r, shape=(2 * size, 3)) for r in range(size)]).sum(0)
-    mine = total[2 * rank : 2 * rank + 2]
-    out = torch.empty(2, 3)
-    reduce_scatter(out, initial_tensor(rank, shape=(2 * size, 3)), group=group)
-    yield out, mine
-    out = torch.empty(2, 3)
-    dist.reduce_scatter(out, list(initial_tensor(rank, shape=(2 * size, 3)).chunk(size)), group=group)
-    yield out, mine
-    out = torch.empty(2, 3)
-    dist.scatter(out, all_held(mesh) if rank == size - 1 else None, group_src=size - 1, group=group)
-    yield out, initial_tensor(rank)
-    x = initial_tensor(rank)
-    dist.broadcast(x, group_src=size - 1, group=group)
-    yield x, initial_tensor(size - 1)
-    dist.barrier(group=group)
-
-
-def exchanges(mesh: Any, case: CaseSpec) -> Pairs:
-    group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
-    out = torch.empty(size, 3)
-    dist.all_to_all_single(out, initial_tensor(rank, shape=(size, 3)), group=group)
-    yield out, torch.stack([initial_tensor(r, shape=(size, 3))[rank] for r in range(size)])
-    gives = [(rank + peer) % 3 for peer in range(size)]  # rows for each peer, some none; symmetric
-    out = torch.empty(sum(gives), 2)
-    dist.all_to_all_single(out, torch.full((sum(gives), 2), float(rank)), gives, gives, group=group)
-    yield out, torch.cat([torch.full((rows, 2), float(peer)) for peer, rows in enumerate(gives)])
-
-
 def asynchronous(mesh: Any, case: CaseSpec) -> Pairs:
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
     x, output, part = initial_tensor(rank), torch.empty(2 * size, 3), torch.empty(2, 3)
@@ -148,7 +121,7 @@ def beyond_gloo(mesh: Any, case: CaseSpec) -> Pairs:
     yield [y, z], [initial_tensor(0), initial_tensor(size - 1)]
 
 
-BODIES = (reductions, dtypes_and_shapes, gathers, scatters, exchanges, asynchronous)
+BODIES = (reductions, dtypes_and_shapes, gathers, asynchronous)
 
 
 @pytest.mark.fast_values(4)

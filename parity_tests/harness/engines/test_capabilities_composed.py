@@ -1,11 +1,10 @@
-"""Composed and addressed calls: functional, coalesced, objects, messages, groups; on lockstep and on gloo."""
+"""Coalesced calls, messages and groups: the same values and rows on lockstep and on gloo."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.specimens.engine_agreement import (
@@ -14,7 +13,6 @@ from parity_tests.specimens.engine_agreement import (
     all_gather,
     all_held,
     initial_tensor,
-    named,
     verify,
 )
 from shardproof.declare.case import CaseSpec
@@ -33,61 +31,6 @@ def coalesced(mesh: Any, case: CaseSpec) -> Pairs:
         all_gather(wholes[1], initial_tensor(rank, shape=(4,)), group=group)
     manager.wait()
     yield wholes, [torch.cat(all_held(mesh)), torch.cat(all_held(mesh, shape=(4,)))]
-
-
-def objects(mesh: Any, case: CaseSpec) -> Pairs:
-    group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
-    thing = {"rank": rank, "text": "x" * (rank + 1)}
-    things = [{"rank": r, "text": "x" * (r + 1)} for r in range(size)]
-    received = [None] * size
-    dist.all_gather_object(received, thing, group=group)
-    yield received, things
-    received = [None] * size if rank == 0 else None
-    dist.gather_object(thing, received, group_dst=0, group=group)
-    yield received, things if rank == 0 else None
-    line = [thing, rank]
-    dist.broadcast_object_list(line, group_src=size - 1, group=group)
-    yield line, [things[-1], size - 1]
-    mine = [None]
-    dist.scatter_object_list(mine, things if rank == 0 else None, group_src=0, group=group)
-    yield mine, [thing]
-
-
-def functionals(mesh: Any, case: CaseSpec) -> Pairs:
-    group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
-    every = all_held(mesh)
-    gather = named(functional, "all_gather_single", "all_gather_tensor")
-    scatter = named(functional, "reduce_scatter_single", "reduce_scatter_tensor")
-    wide = initial_tensor(rank, shape=(2 * size, 3))
-    total = torch.stack([initial_tensor(r, shape=(2 * size, 3)) for r in range(size)]).sum(0)
-    mine = total[2 * rank : 2 * rank + 2]
-    yield functional.all_reduce(initial_tensor(rank), "sum", group) + 0, sum(every)
-    yield functional.all_reduce(initial_tensor(rank), "max", group) + 0, torch.stack(every).amax(0)
-    yield gather(initial_tensor(rank), 0, group) + 0, torch.cat(every)
-    yield gather(initial_tensor(rank), 1, group) + 0, torch.cat(every, 1)
-    yield scatter(wide, "sum", 0, group) + 0, mine
-    yield functional.broadcast(initial_tensor(rank), size - 1, group) + 0, initial_tensor(size - 1)
-    yield (
-        functional.all_to_all_single(initial_tensor(rank, shape=(size,)), None, None, group) + 0,
-        torch.stack([initial_tensor(r, shape=(size,))[rank] for r in range(size)]),
-    )
-    both = functional.all_reduce_coalesced([initial_tensor(rank), initial_tensor(rank, shape=(4,))], "sum", group)
-    yield [x + 0 for x in both], [sum(every), sum(all_held(mesh, shape=(4,)))]
-
-
-def gradients(mesh: Any, case: CaseSpec) -> Pairs:
-    group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
-    gather = named(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
-    scatter = named(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
-    x = initial_tensor(rank).requires_grad_()
-    (gather(x, 0, group) * (rank + 1)).sum().backward()
-    yield x.grad, torch.full((2, 3), float(sum(range(1, size + 1))))
-    x = initial_tensor(rank, shape=(2 * size, 3)).requires_grad_()
-    (scatter(x, "sum", 0, group) * (rank + 1)).sum().backward()
-    yield x.grad, torch.cat([torch.full((2, 3), float(r + 1)) for r in range(size)])
-    x = initial_tensor(rank, shape=(size, 2)).requires_grad_()
-    (functional.all_to_all_single_autograd(x, [1] * size, [1] * size, group) * (rank + 1)).sum().backward()
-    yield x.grad, torch.stack([torch.full((2,), float(r + 1)) for r in range(size)])
 
 
 def messages(mesh: Any, case: CaseSpec) -> Pairs:
@@ -166,8 +109,7 @@ def from_anybody(mesh: Any, case: CaseSpec) -> Pairs:
         yield line, [{"a": 1}]
 
 
-ALONE_TOO = (coalesced, objects, functionals, gradients)
-BODIES = (*ALONE_TOO, messages, groups)
+BODIES = (coalesced, messages, groups)
 
 
 @pytest.mark.parametrize("world", (2, 4))
@@ -182,9 +124,8 @@ def test_values_do_not_depend_on_the_interleaving(body, schedule):
     verify(body, "lockstep", {"tp": 4}, schedule=schedule)
 
 
-@pytest.mark.parametrize("body", ALONE_TOO)
-def test_world_of_one_takes_the_same_path(body):
-    verify(body, "lockstep", {"tp": 1})
+def test_world_of_one_takes_the_same_path():
+    verify(coalesced, "lockstep", {"tp": 1})
 
 
 @pytest.mark.parametrize("mesh", ({"pp": 2, "dp": 2, "tp": 2}, {"dp": 1, "tp": 2, "cp": 2}))

@@ -1,4 +1,4 @@
-"""Calls of torch's layers above collectives: meshes, DTensor, tensor-parallel plans, FSDP2, pipeline schedules.
+"""Calls of torch's layers above collectives: meshes, DTensor, tensor-parallel plans, FSDP2, DDP, pipeline schedules.
 
 Weights and data are small integers and learning rates powers of two, so that every sum is exact.
 """
@@ -280,6 +280,14 @@ def with_collectives_of_ones_own(mesh: Any) -> list[Tensor]:
     net.set_custom_all_gather(Gathered())
     net.set_custom_reduce_scatter(Scattered())
     return trained(net, numbers(2, 4))
+
+
+# DDP.
+
+
+@runs(nn.parallel, "DistributedDataParallel")
+def replicated(mesh: Any, function: Callable) -> list[Tensor]:
+    return trained(function(network(), process_group=mesh["tp"]), numbers(2, 4))
 
 
 # Pipelines.

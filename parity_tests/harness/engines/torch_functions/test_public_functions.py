@@ -1,6 +1,6 @@
 """A function that torch adds to torch.distributed is a red test here, before it is a user's surprise on lockstep.
 
-Every public function is run on lockstep and on gloo with the same result, or rejected, or communicates nothing.
+Every public function has the same result and rows on lockstep and on gloo, or is rejected, or communicates nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import torch.distributed.nn.functional as older
 import torch.distributed.pipelining as pipelining
 import torch.distributed.tensor as tensor
 import torch.distributed.tensor.parallel as parallel
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parity_tests.harness.engines.torch_functions.cases import CASES, MESH, RUN, SIZE, full_name, numbers, plain
 from parity_tests.harness.engines.torch_functions.every import all_called, called
+from parity_tests.harness.engines.torch_functions.layers import MICROBATCHES, network
 from shardproof.declare.case import CaseSpec
 from shardproof.engines.engines import run
+from shardproof.engines.ledger import RunResult
 
 pytestmark = [
     # Names of torch 2.11 are deprecated in 2.13 and 2.14, and are run nevertheless.
@@ -80,6 +83,9 @@ BEYOND_GLOO = {
 }
 if TORCH < (2, 13):  # gloo has it in 2.13
     BEYOND_GLOO["distributed.all_to_all"] = ("Backend gloo does not support alltoall", EXCHANGED)
+
+# Functions that torch carries out by other collectives on gloo.
+OTHER_CALLS_ON_GLOO = ("nn.functional.all_gather", "nn.functional.all_to_all")
 
 # Functions without communication on a CPU, or that only the start of a process calls.
 SILENT = {
@@ -158,6 +164,7 @@ OWNERS = (
     (parallel, parallel.__all__),
     (fsdp, fsdp.__all__),
     (fsdp.FSDPModule, attributes(fsdp.FSDPModule)),
+    (nn.parallel, ["DistributedDataParallel"]),
     (pipelining, pipelining.__all__),
 )
 PUBLIC = {full_name(owner, name) for owner, names in OWNERS for name in names}
@@ -175,29 +182,43 @@ def test_names_that_this_torch_lacks_come_from_a_later_one():
     assert sorted(known - PUBLIC) == sorted(LATER)
 
 
-@pytest.fixture(scope="module")
-def on_gloo() -> tuple[dict[str, Any], ...]:
-    """Each rank's value of every case, from one start of processes."""
-    return run(all_called, CaseSpec("public_functions", MESH), "gloo", quiet_s=60.0).results
+def run_case(name: str, engine: str = "lockstep") -> RunResult:
+    return run(lambda mesh, case: called(name, mesh), CaseSpec("public_functions", MESH), engine, quiet_s=60.0)
 
 
-@pytest.mark.fast_values(8)
+@pytest.mark.fast_values(16)
 @pytest.mark.parametrize("name", sorted(set(CASES) - set(BEYOND_GLOO)))
-def test_lockstep_and_gloo_agree(name, on_gloo):
-    ours, theirs = on_lockstep(name), tuple(values[name] for values in on_gloo)
-    assert [value for value in (*ours, *theirs) if str(value).startswith("raises ")] == []
-    assert ours == theirs
+def test_lockstep_and_gloo_agree(name):
+    ours, theirs = run_case(name), run_case(name, "gloo")
+    assert [value for value in (*ours.results, *theirs.results) if str(value).startswith("raises ")] == []
+    assert ours.results == theirs.results
+    if name not in OTHER_CALLS_ON_GLOO:
+        assert [ours.ledger.of(rank) for rank in range(SIZE)] == [theirs.ledger.of(rank) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) & set(BEYOND_GLOO)))
-def test_lockstep_has_functions_that_gloo_lacks(name, on_gloo):
+def test_lockstep_has_functions_that_gloo_lacks(name):
     sentence, expected = BEYOND_GLOO[name]
-    assert all(sentence in values[name] for values in on_gloo)
-    assert on_lockstep(name) == tuple(map(plain, expected))
+    assert all(sentence in value for value in run_case(name, "gloo").results)
+    assert run_case(name).results == tuple(map(plain, expected))
 
 
-def on_lockstep(name: str) -> tuple[Any, ...]:
-    return run(lambda mesh, case: called(name, mesh), CaseSpec("public_functions", MESH)).results
+@pytest.fixture(scope="module")
+def in_order_of_ranks() -> tuple[dict[str, Any], ...]:
+    return run(all_called, CaseSpec("public_functions", MESH)).results
+
+
+@pytest.mark.parametrize("schedule", (1, 2, 3))
+def test_values_do_not_depend_on_the_interleaving(schedule, in_order_of_ranks):
+    interleaved = run(all_called, CaseSpec("public_functions", MESH, schedule=schedule)).results
+    for ours, expected in zip(interleaved, in_order_of_ranks, strict=True):
+        assert [name for name in CASES if ours[name] != expected[name]] == []
+
+
+def test_the_pipelines_gradients_are_not_all_zero():
+    model = nn.Sequential(*[network(1, seed=number) for number in range(4)])
+    (model(numbers(2 * MICROBATCHES, 4, rank=1)) * numbers(2 * MICROBATCHES, 4, rank=2)).sum().backward()
+    assert all(bool(parameter.grad.any()) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", sorted(set(REJECTED) & PUBLIC))
