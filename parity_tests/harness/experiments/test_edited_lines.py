@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parity_tests.specimens.noted_scheme import notes_on_case
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, token_below, values
 from shardproof.experiments.alternatives import alternatives
@@ -16,22 +17,14 @@ from shardproof.experiments.edited_lines import DRAWN, DRAWN_FAILING, MOST_DRAWN
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import edits_of
 from shardproof.experiments.names import Names
-from shardproof.experiments.notes import check_notes
 from shardproof.experiments.right_apart import JudgedCase, which_are_right
 from shardproof.experiments.running_lines import running_functions
 from shardproof.experiments.statement_alternatives import of_statement
-from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_reduce, ring_shift
 
 
-def first_note(function, reference, inputs, outputs, case, label="out", kinds=None, **more):
-    draw = {name: values("normal") for name in inputs}
-    defaults = {"mesh": {"tp": (1, 2, 4)}, "draw": draw, "dtypes": ("float32",)}
-    declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
-    drawn = declaration.case(**case)
-    report = verify_case(declaration, drawn.replace(values={**drawn.values, **(kinds or {})}))
-    assert report.verdict == "mismatch", str(report)
-    return str(check_notes(declaration, report).notes[label][0])
+def first_note(*declared, label="out", **more):
+    return notes_on_case(*declared, **more)[label][0]
 
 
 def of_the_wrong_neighbour(mesh, x):
@@ -144,7 +137,12 @@ def log_of_all(mesh, x):
 
 def test_a_softmax_of_each_part_beside_the_logsumexp_of_all():
     note = first_note(
-        log_of_all, lambda x: jax.nn.logsumexp(x, -1), {"x": "b v/tp"}, "b tp=I", {"tp": 2, "b": 3, "v": 8}, "d/d x"
+        log_of_all,
+        lambda x: jax.nn.logsumexp(x, -1),
+        {"x": "b v/tp"},
+        "b tp=I",
+        {"tp": 2, "b": 3, "v": 8},
+        label="d/d x",
     )
     line = line_of(_LogSumExp.backward, "torch.softmax")
     assert note == f"{RIGHT_ONCE}softmax at {line} is the softmax over all ranks of tp, not of each rank's own part"
@@ -168,7 +166,7 @@ class _Weighted(torch.autograd.Function):
 def test_a_tensor_that_is_computed_where_a_stored_one_belongs():
     note = first_note(
         lambda mesh, x, w: _Weighted.apply(x, w), lambda x, w: w * x**2, {"x": "b v/tp", "w": "b v/tp"}, "b v/tp",
-        {"tp": 2, "b": 3, "v": 8}, "d/d x",
+        {"tp": 2, "b": 3, "v": 8}, label="d/d x",
     )  # fmt: skip
     line = line_of(_Weighted.backward, "w.tanh")
     assert note.startswith(f"{RIGHT_ONCE}{line} has `(2 * grad * x * w, grad * x ** 2)`, not ")

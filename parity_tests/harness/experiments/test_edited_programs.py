@@ -6,24 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parity_tests.specimens.noted_scheme import notes_on_case
 from parity_tests.specimens.small_scheme import summed
 from parity_tests.specimens.wrong_gradients import line_of
-from shardproof import ids, mask, scheme, values
+from shardproof import ids, mask, values
 from shardproof.experiments.edited_programs import RIGHT_ONCE
-from shardproof.experiments.notes import check_notes
-from shardproof.verify_one_case import verify_case
 from torch_impl.collectives import all_gather, all_reduce
-
-
-def notes_of(function, reference, inputs, outputs, case, kinds=None, **more):
-    draw = {name: values("normal") for name in inputs}
-    defaults = {"mesh": {"tp": (1, 2, 4)}, "draw": draw, "dtypes": ("float32",)}
-    declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
-    drawn = declaration.case(**case)
-    drawn = drawn.replace(values={**drawn.values, **(kinds or {})})
-    report = check_notes(declaration, verify_case(declaration, drawn))
-    assert not report.ok and report.failure is None, str(report)
-    return {label: [str(note) for note in of_tensor] for label, of_tensor in report.notes.items()}
 
 
 def local_maximum(mesh, x):
@@ -48,7 +36,7 @@ def local_shift_with_a_gradient(mesh, x):
 )
 def test_a_maximum_of_each_ranks_own_part(function, reference):
     inputs, case = {"x": "b v/tp"}, {"tp": 2, "b": 3, "v": 8}
-    notes = notes_of(function, reference, inputs, "b tp=I", case)
+    notes = notes_on_case(function, reference, inputs, "b tp=I", case)
     edit = f"{RIGHT_ONCE}amax at {line_of(function, 'amax')} is the maximum over all ranks of tp, not of each"
     assert notes["out"][0].startswith(edit) and notes["d/d x"][0].startswith(edit)
 
@@ -97,7 +85,7 @@ def mean_of_local_variances(mesh, x):
 )
 def test_a_statistic_of_each_ranks_own_part(function, reference, outputs, word, words):
     case = {"tp": 2, "b": 4, "v": 3}
-    notes = notes_of(function, reference, {"x": "b/tp v"}, outputs, case, nograd=("x",))
+    notes = notes_on_case(function, reference, {"x": "b/tp v"}, outputs, case, nograd=("x",))
     assert notes["out"][0].startswith(RIGHT_ONCE + words.format(line_of(function, word)))
 
 
@@ -129,7 +117,7 @@ def shifted_by_a_sum_of_logs(mesh, x):
     ],
 )
 def test_statistics_that_are_added_up(function, reference, words):
-    notes = notes_of(function, reference, {"x": "n/tp"}, "n/tp", {"tp": 2, "n": 8}, nograd=("x",))
+    notes = notes_on_case(function, reference, {"x": "n/tp"}, "n/tp", {"tp": 2, "n": 8}, nograd=("x",))
     assert notes["out"][0] == f"{RIGHT_ONCE}all_reduce at {line_of(function, 'all_reduce')} takes {words}, not SUM"
 
 
@@ -180,7 +168,7 @@ def standardised_within_each_part(mesh, x):
     ],
 )
 def test_a_result_of_each_ranks_own_part(function, reference, outputs, words):
-    notes = notes_of(function, reference, {"x": "b v/tp"}, outputs, {"tp": 2, "b": 3, "v": 8})
+    notes = notes_on_case(function, reference, {"x": "b v/tp"}, outputs, {"tp": 2, "b": 3, "v": 8})
     line = line_of(function, "return")
     assert notes["out"][0].startswith(f"{RIGHT_ONCE}{words.format(line)} ranks of tp, not "), notes["out"]
 
@@ -193,7 +181,7 @@ def outer_step(mesh, w, g):
 
 def test_an_outer_step_by_the_sum_of_the_workers():
     inputs, case = {"w": "n tp=I", "g": "k/tp n"}, {"tp": 2, "n": 3, "k": 4}
-    notes = notes_of(outer_step, lambda w, g: w - 0.1 * g.mean(0), inputs, "n tp=I", case, nograd=("w", "g"))
+    notes = notes_on_case(outer_step, lambda w, g: w - 0.1 * g.mean(0), inputs, "n tp=I", case, nograd=("w", "g"))
     assert notes["out"][0].startswith(
         f"{RIGHT_ONCE}all_reduce at {line_of(outer_step, 'all_reduce')} takes AVG, not SUM"
     )
@@ -207,7 +195,7 @@ def of_the_first_rank(mesh, x):
 
 
 def test_a_gathered_part_in_place_of_the_sum():
-    notes = notes_of(
+    notes = notes_on_case(
         of_the_first_rank, lambda x: x.sum(0), {"x": "k/tp n"}, "n tp=I", {"tp": 2, "k": 4, "n": 3}, nograd=("x",)
     )
     line = line_of(of_the_first_rank, "all_gather")
@@ -226,7 +214,7 @@ def added_by_id(i, x):
 
 def test_the_last_of_several_values_for_one_place():
     inputs, case = {"i": "b k", "x": "b k tp=I"}, {"tp": 1, "b": 4, "k": 3}
-    notes = notes_of(
+    notes = notes_on_case(
         written_without_adding, added_by_id, inputs, "b f tp=I", case,
         dims={"f": (4,), "k": (3, 5)}, draw={"i": ids("f"), "x": values("normal")}, nograd=("x",),
     )  # fmt: skip
@@ -249,7 +237,7 @@ def of_two_means(x, y, keep, kept):
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 2}])
 def test_a_count_over_all_ranks(sizes):
     """On one axis of two ranks, all ranks are those of tp: another mesh tells them apart."""
-    notes = notes_of(
+    notes = notes_on_case(
         of_two_counts, of_two_means, {"x": "b/dp c tp=I", "y": "b/dp s tp=I", "keep": "b/dp c", "kept": "b/dp s"},
         "dp=P tp=I", {**sizes, "b": 4, "c": 3, "s": 3}, mesh={"dp": (1, 2), "tp": (1, 2)},
         draw={"x": values("normal"), "y": values("normal"), "keep": mask("c"), "kept": mask("s")},
@@ -271,7 +259,7 @@ def less_the_masked_mean(x, keep):
 
 
 def test_a_sum_and_a_count_of_each_ranks_own_part():
-    notes = notes_of(
+    notes = notes_on_case(
         mean_of_masked_means, less_the_masked_mean,
         {"x": "b/tp s", "keep": "b/tp s"}, "b/tp s", {"tp": 2, "b": 4, "s": 5},
         {"keep": {"kind": "mask", "keep": "half"}}, draw={"x": values("normal"), "keep": mask("s")}, nograd=("x",),
@@ -288,7 +276,7 @@ def over_a_mean_of_norms(mesh, x, w):
 
 def test_one_of_two_sums_in_a_line():
     """The sum of what each rank has alike must stay as it is."""
-    notes = notes_of(
+    notes = notes_on_case(
         over_a_mean_of_norms, lambda x, w: x / jnp.sqrt((x**2).sum() + (w**2).sum()), {"x": "b/tp", "w": "c tp=I"},
         "b/tp", {"tp": 2, "b": 4, "c": 3}, nograd=("x", "w"),
     )  # fmt: skip
@@ -310,7 +298,7 @@ def test_a_sum_and_a_bounded_count_of_each_ranks_own_part():
     def reference(x, keep):
         return less_the_masked_mean(x, keep) / (keep.sum().astype(x.dtype) + 1.0)
 
-    notes = notes_of(
+    notes = notes_on_case(
         about_a_mean_of_means, reference, {"x": "b/tp s", "keep": "b/tp s"}, "b/tp s", {"tp": 2, "b": 4, "s": 5},
         {"keep": {"kind": "mask", "keep": "half"}}, draw={"x": values("normal"), "keep": mask("s")}, nograd=("x",),
     )  # fmt: skip
@@ -326,7 +314,7 @@ def divided_twice(mesh, x):
 @pytest.mark.usefixtures("without_line_edits")
 def test_equal_results_of_all_ranks_are_no_parts():
     """Their sum is right only as it undoes the second division."""
-    notes = notes_of(
+    notes = notes_on_case(
         divided_twice, lambda x: x + (x.mean(0) ** 2).sum(), {"x": "b/tp v"}, "b/tp v", {"tp": 2, "b": 4, "v": 3},
         nograd=("x",),
     )  # fmt: skip
@@ -342,7 +330,7 @@ def balance_divided_twice(mesh, x):
 @pytest.mark.usefixtures("without_line_edits")
 def test_a_missing_factor_is_no_part_of_other_ranks():
     """The result of `fraction * mean` is the same on all ranks, the comparison before it is not."""
-    notes = notes_of(
+    notes = notes_on_case(
         balance_divided_twice, lambda x: x + ((x > 0).astype(x.dtype).mean(0) * x.mean(0)).sum(), {"x": "b/tp v"},
         "b/tp v", {"tp": 2, "b": 4, "v": 3}, nograd=("x",),
     )  # fmt: skip
@@ -355,7 +343,7 @@ def third_too_large(mesh, x):
 
 def test_no_collective_is_named_where_none_mends_the_function():
     """The note names the factor alone; the gradient is right by the same edit."""
-    notes = notes_of(third_too_large, lambda x: jnp.sum(x), {"x": "b/tp"}, "tp=I", {"tp": 2, "b": 8})
+    notes = notes_on_case(third_too_large, lambda x: jnp.sum(x), {"x": "b/tp"}, "tp=I", {"tp": 2, "b": 8})
     line, summed_x = line_of(third_too_large, "4.0"), "all_reduce(x.sum(), mesh['tp'])"
     assert notes["out"] == [f"{RIGHT_ONCE}{line} has `{summed_x}`, not `4.0 / 3.0 * {summed_x}`"]
     assert notes["d/d x"] == notes["out"]
@@ -375,7 +363,7 @@ def merged_by_the_larger_part(mesh, q, k, v):
 
 def test_an_edit_of_one_line_comes_before_collectives_after_two_operations():
     inputs = {"q": "t d", "k": "s/tp d", "v": "s/tp d"}
-    notes = notes_of(
+    notes = notes_on_case(
         merged_by_the_larger_part,
         lambda q, k, v: jax.nn.softmax(q @ k.T, -1) @ v,
         inputs,

@@ -4,18 +4,13 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from shardproof import ids, mask, scheme, values
-from shardproof.experiments.notes import check_notes
-from shardproof.verify_one_case import verify_case
+from parity_tests.specimens.noted_scheme import notes_on_case
+from shardproof import ids, mask, values
 from torch_impl.collectives import all_reduce
 
 
-def notes_of(function, reference, inputs, outputs, case, **more):
-    defaults = {"mesh": {"dp": (1, 2, 4)}, "dtypes": ("float32",)}
-    declaration = scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
-    report = check_notes(declaration, verify_case(declaration, declaration.case(**case)))
-    assert report.verdict == "mismatch", str(report)
-    return {label: [str(note) for note in of_tensor] for label, of_tensor in report.notes.items()}
+def notes_of(*declared, **more):
+    return notes_on_case(*declared, **{"mesh": {"dp": (1, 2, 4)}, **more})
 
 
 def mean_of_counted(x, labels):
