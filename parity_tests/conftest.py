@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -154,6 +155,14 @@ def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_line_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes name no edited line, whose search takes seconds: for tests of notes that are made before it."""
     monkeypatch.setattr(notes, "name_edited_line", lambda scheme, report, failing, notes: notes)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A command that a shell starts with & ignores SIGINT, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

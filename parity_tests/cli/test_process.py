@@ -80,14 +80,6 @@ def test_losing_the_process_that_forks_the_ranks_is_no_traceback(capsys):
     assert capsys.readouterr().err == f"shardproof: {GONE}\n"
 
 
-@pytest.fixture
-def interruptible():
-    """A command that a shell starts with & ignores SIGINT, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_a_training_run(tmp_path, interruptible):
     """At a terminal it goes to the ranks as well; they say nothing of it."""

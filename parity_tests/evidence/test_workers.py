@@ -8,17 +8,9 @@ import threading
 import pytest
 
 from parity_tests.evidence.workers import Workers
+from parity_tests.specimens.processes import is_there
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-
-
-def is_there(pid):
-    """Whether the process exists, even as a zombie that nobody waited for."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_tasks_begin_in_turn_and_results_keep_their_order():

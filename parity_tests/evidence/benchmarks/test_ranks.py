@@ -1,11 +1,11 @@
 """Ranks of a benchmark answer together, and none is left behind."""
 
-import os
 import sys
 
 import pytest
 
 from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.specimens.processes import is_there
 
 # Writes its process id where the test looks for it; then rank 1 ends as it is asked to, once rank 0 is there.
 RANK = """
@@ -21,15 +21,6 @@ if how == "hang" or (how == "fail" and rank == 0):
 sys.exit(3 if how == "fail" else 0)
 """
 COMMAND = (sys.executable, "-c", RANK)
-
-
-def is_there(pid):
-    """Whether the process exists, even as a zombie that nobody waited for."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def pids(folder):

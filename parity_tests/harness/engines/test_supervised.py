@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from parity_tests.specimens.processes import is_running
 from shardproof.endings import signals
 from shardproof.endings.exit_status import INTERNAL, INTERRUPTED, RANK_FAILED, UNREAD, USAGE
 from shardproof.endings.signals import signal_name
@@ -365,7 +366,7 @@ def test_a_signal_to_the_parent_ends_both(number):
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == (INTERRUPTED if number == signal.SIGINT else -number)
     end = time.monotonic() + LIMIT_S
-    while _is_running(child):
+    while is_running(child):
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -376,12 +377,4 @@ def test_a_process_with_a_session_of_its_own_ends_with_the_command():
     waits = "print(subprocess.Popen(starts, stdout=subprocess.PIPE).stdout.read().decode())\nreturn 0"
     status, out, err = ending(starts + waits)
     assert (status, err) == (0, "")
-    assert not _is_running(int(out))
-
-
-def _is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert not is_running(int(out))

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -47,14 +47,6 @@ def in_a_finalizer(times: int) -> None:
     del_ = type("Dying", (), {"__del__": lambda self: signal.raise_signal(signal.SIGINT)})
     del_()
     time.sleep(LONG_S)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A command that a shell starts with & ignores SIGINT, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow

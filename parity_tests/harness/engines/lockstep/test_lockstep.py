@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,15 +66,7 @@ def loops(mesh: Any, case: CaseSpec) -> None:
     dist.barrier(group=mesh["tp"])
 
 
-@pytest.fixture
-def hears_interrupts() -> Iterator[None]:
-    """Tests that run in the background inherit that an interrupt is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_interrupts")
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_rank_behind():
     """As in a notebook, whose process goes on."""
     with pytest.raises(KeyboardInterrupt):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests.evidence.workers import ROOT
+from parity_tests.specimens.processes import is_running
 from shardproof.engines.processes.orphans import kept
 
 PYTHON = (sys.executable, "-S")  # which starts in a tenth of the time
@@ -60,14 +61,6 @@ if __name__ == "__main__":
 """
 
 
-def runs(pid: int) -> bool:
-    """Whether a process runs; False for a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def has_come(so_far: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + LIMIT_S
     while not so_far() and time.monotonic() < deadline:
@@ -91,8 +84,8 @@ class Tree:
         return has_come(lambda: len(self.ids()) == 3)
 
     def is_gone(self) -> bool:
-        gone = has_come(lambda: not any(map(runs, self.ids())))
-        for pid in filter(runs, self.ids()):
+        gone = has_come(lambda: not any(map(is_running, self.ids())))
+        for pid in filter(is_running, self.ids()):
             os.kill(pid, signal.SIGKILL)
         return gone
 
@@ -115,7 +108,7 @@ def test_sigterm_ends_a_keeper_and_its_command(tmp_path: Path) -> None:
     with subprocess.Popen(kept(tree.command)) as keeper:
         assert tree.is_up()
         keeper.terminate()
-    assert keeper.returncode == -signal.SIGTERM and not any(map(runs, tree.ids()))
+    assert keeper.returncode == -signal.SIGTERM and not any(map(is_running, tree.ids()))
 
 
 def test_a_killed_keeper_takes_its_command(tmp_path: Path) -> None:
@@ -125,7 +118,7 @@ def test_a_killed_keeper_takes_its_command(tmp_path: Path) -> None:
         assert tree.is_up()
         command, *others = tree.ids()
         keeper.kill()
-    is_gone = has_come(lambda: not runs(command))
+    is_gone = has_come(lambda: not is_running(command))
     for pid in others:
         os.kill(pid, signal.SIGKILL)
     assert is_gone
@@ -135,7 +128,7 @@ def test_a_command_leaves_nothing_behind(tmp_path: Path) -> None:
     tree = Tree(tmp_path, "leaves")
     with subprocess.Popen(kept(tree.command)) as keeper:
         assert keeper.wait(LIMIT_S) == 3
-    assert len(tree.ids()) == 3 and not any(map(runs, tree.ids()))
+    assert len(tree.ids()) == 3 and not any(map(is_running, tree.ids()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGINT, signal.SIGTERM])
@@ -160,7 +153,7 @@ def test_a_command_under_torchrun_ends_with_its_agent_while_it_imports(tmp_path:
         is_up = has_come(lambda: ids.exists() and ids.read_text().endswith("\n"))
         process.kill()
     rank = int(ids.read_text())
-    is_gone = has_come(lambda: not runs(rank))
+    is_gone = has_come(lambda: not is_running(rank))
     if not is_gone:
         os.kill(rank, signal.SIGKILL)
     assert is_up and is_gone

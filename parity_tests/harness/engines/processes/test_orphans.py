@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests.slow import slow_but
+from parity_tests.specimens.processes import is_running
 
 GONE_S = 0.5
 START_S = 120.0
@@ -109,9 +110,9 @@ def test_suspended_ranks_end_with_their_server(start: Callable[..., Parent]) -> 
     """The kernel resumes stopped processes and hangs up on them once their parent, in its own session, has ended."""
     parent = start("without_a_server", alive=False)
     deadline = time.monotonic() + GONE_S * LOADED
-    while any(map(_runs, parent.pids)) and time.monotonic() < deadline:
+    while any(map(is_running, parent.pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [pid for pid in parent.pids if _runs(pid)] == []
+    assert [pid for pid in parent.pids if is_running(pid)] == []
 
 
 @pytest.mark.slow
@@ -120,7 +121,7 @@ def test_a_ranks_processes_end_with_it(start: Callable[..., Parent], what: str) 
     parent = start(what)
     while len(children := parent.marker.read_text().split()) < 2:
         time.sleep(0.01)
-    assert all(_runs(int(pid)) for pid in children)
+    assert all(is_running(int(pid)) for pid in children)
     parent.process.kill()
     parent.pids += map(int, children)
     parent.assert_nothing_left()
@@ -144,9 +145,9 @@ def test_a_server_whose_parent_is_killed_while_it_starts_ends_with_it() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         server = int(process.stdout.readline())  # not to the end of the pipe, which the server inherits
         deadline = time.monotonic() + GONE_S * LOADED
-        while _runs(server) and time.monotonic() < deadline:
+        while is_running(server) and time.monotonic() < deadline:
             time.sleep(0.01)
-        runs = _runs(server)
+        runs = is_running(server)
         if runs:
             os.kill(server, signal.SIGKILL)
     assert not runs
@@ -166,7 +167,7 @@ def test_a_server_that_no_pool_takes_ends_with_the_process() -> None:
         server = int(process.stdout.readline())
     assert process.returncode == 0
     deadline = time.monotonic() + GONE_S * LOADED
-    while (runs := _runs(server)) and time.monotonic() < deadline:
+    while (runs := is_running(server)) and time.monotonic() < deadline:
         time.sleep(0.01)
     if runs:
         os.kill(server, signal.SIGKILL)
@@ -198,9 +199,9 @@ class Parent:
 
     def assert_nothing_left(self) -> None:
         deadline = time.monotonic() + GONE_S * LOADED
-        while any(map(_runs, self.pids)) and time.monotonic() < deadline:
+        while any(map(is_running, self.pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert [pid for pid in self.pids if _runs(pid)] == []
+        assert [pid for pid in self.pids if is_running(pid)] == []
         assert not Path(self.folder).exists()
 
 
@@ -221,7 +222,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
                 assert process.poll() is None, f"{what}: the parent has ended with status {process.returncode}"
                 assert time.monotonic() < deadline, f"{what}: the parent has not come so far in {START_S} s"
                 time.sleep(0.01)
-            assert not alive or all(map(_runs, parents[-1].pids))
+            assert not alive or all(map(is_running, parents[-1].pids))
         return parents[-1]
 
     yield started
@@ -230,13 +231,5 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
         parent.process.communicate()
 
 
-def _runs(pid: int) -> bool:
-    """Alive, and not merely waiting to be reaped by whoever adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_this_process_runs() -> None:
-    assert _runs(os.getpid())
+    assert is_running(os.getpid())
