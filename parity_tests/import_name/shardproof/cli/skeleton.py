@@ -16,6 +16,7 @@ from rich.console import Console
 from shardproof.cli.inferred import RETURN, Guess, from_annotations, from_run, is_about_the_mesh, tensor_names
 from shardproof.declare.case import LARGEST_WORLD, CaseSpec
 from shardproof.declare.discover import UnusableTarget
+from shardproof.declare.targets import absolute
 from shardproof.engines.engines import run as on_ranks
 from shardproof.engines.failure import RankFailure
 from shardproof.report.out_path import check_writable, write_text
@@ -106,7 +107,7 @@ def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int
 
 
 def _tensors_of_run(target: str, inputs: str, axes: Mapping[str, int]) -> Any:
-    options = {"function": _absolute(target), "inputs": _absolute(inputs)}
+    options = {"function": absolute(target), "inputs": absolute(inputs)}
     try:
         return on_ranks(body, CaseSpec("new", axes, options=options), "gloo", quiet_s=QUIET_S).results[0]
     except RankFailure as failure:
@@ -210,8 +211,3 @@ def _sizes(size: int) -> str:
 
 def _quoted(text: str) -> str:
     return f'"{text}"'
-
-
-def _absolute(target: str) -> str:
-    file, _, name = target.partition("::")
-    return f"{Path(file).resolve()}::{name}"

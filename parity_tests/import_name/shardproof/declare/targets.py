@@ -16,6 +16,12 @@ def is_path(target: str) -> bool:
     return "::" in target or path.suffix == ".py" or path.is_dir() or path.is_file()
 
 
+def absolute(target: str) -> str:
+    """`file.py::name` with the full path of its file, since a rank may be in another folder."""
+    file, _, name = target.partition("::")
+    return f"{Path(file).resolve()}::{name}"
+
+
 class UnusableTarget(Exception):
     """A target that names no scheme, or a file that cannot be imported; the message is for users."""
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import nn
 
 from shardproof.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from shardproof.declare.discover import UnusableTarget
+from shardproof.declare.targets import absolute
 from shardproof.draw.inputs import coordinates
 from shardproof.endings.raised import RAISED, first_line_of
 from shardproof.engines.engines import run as on_ranks
@@ -58,7 +58,7 @@ class Question:
 
     def case(self, dtype: str, shape: tuple[int, ...]) -> CaseSpec:
         """The case sent to the ranks."""
-        targets = {"sharded": _absolute(self.sharded), "inputs": _absolute(self.inputs)}  # a rank may be elsewhere
+        targets = {"sharded": absolute(self.sharded), "inputs": absolute(self.inputs)}
         options = {**targets, "seed": self.seed, "dtype": self.dtype}
         return CaseSpec("trace", self.mesh, dtype=dtype, options={**options, "shape": list(shape)}, engine=self.engine)
 
@@ -245,11 +245,6 @@ SEEDED = (
 
 def _apart(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want)) if got.shape == want.shape else np.inf
-
-
-def _absolute(target: str) -> str:
-    file, _, name = target.partition("::")
-    return f"{Path(file).resolve()}::{name}"
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
