@@ -6,6 +6,7 @@ In an ordinary import, as by `python my_scheme.py`, the decorator raises.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,7 +140,5 @@ def of_module(module: str) -> list[FailedDeclaration]:
 
 def _line_in(file: str) -> int:
     """The line of this file that is executing, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != file:
-        frame = frame.f_back
-    return frame.f_lineno if frame is not None else 0
+    frames = traceback.walk_stack(sys._getframe(1))
+    return next((line for frame, line in frames if frame.f_code.co_filename == file), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,12 +102,10 @@ class ModulePath:
 
 def _sharded_by_fsdp() -> nn.Module | None:
     """The module whose parameters FSDP2 is communicating in one of the calling frames."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code.co_filename.endswith(FSDP_GROUP):
             modules = getattr(frame.f_locals.get("self"), "modules", ())
             return modules[0] if modules else None
-        frame = frame.f_back
     return None
 
 

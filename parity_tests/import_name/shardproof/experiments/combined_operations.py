@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -257,13 +258,11 @@ def value_of(result: Any) -> Tensor | None:
 
 def _place() -> tuple[str, str]:
     """file:line of the user's call, the innermost frame outside torch, Python and the harness; the call as written."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         if not is_plumbing(code.co_filename):
             positions = next(islice(code.co_positions(), frame.f_lasti // 2, None))
-            return f"{base(code.co_filename)}:{frame.f_lineno}", _written(code.co_filename, *positions)
-        frame = frame.f_back
+            return f"{base(code.co_filename)}:{line}", _written(code.co_filename, *positions)
     return "", ""
 
 

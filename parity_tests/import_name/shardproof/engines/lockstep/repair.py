@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
@@ -139,10 +140,5 @@ def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
 
 def autograd_function() -> Any:
     """The node of the innermost torch.autograd.Function whose forward is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        for value in frame.f_locals.values():
-            if isinstance(value, torch.autograd.function.BackwardCFunction):
-                return value
-        frame = frame.f_back
-    return None
+    values = (value for frame, _ in traceback.walk_stack(sys._getframe(1)) for value in frame.f_locals.values())
+    return next((value for value in values if isinstance(value, torch.autograd.function.BackwardCFunction)), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -387,12 +388,8 @@ def _observed(method: Callable[..., Any], name: str, current: Callable[[], Recor
 
 def _is_called_by_c10d() -> bool:
     """Whether a Python function of c10d made this call; it returns the work to the caller."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == dist.distributed_c10d.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_code.co_filename == dist.distributed_c10d.__file__ for frame, _ in frames)
 
 
 def _storage(x: Tensor) -> int:
