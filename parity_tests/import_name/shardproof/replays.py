@@ -42,7 +42,7 @@ SOURCE = {source!r}
 if __name__ == "__main__":
     raise SystemExit(replay(CASE, SOURCE, __file__{further}))
 '''
-CODE = '"""\n\nfrom shardproof import replay\n'  # what follows the report
+CODE = '"""\n\nfrom shardproof import replay\n'  # the code after the report
 IMPLEMENTATION = "IMPLEMENTATION = {!r}  # whose functions the scheme calls in place of ours\n"
 PICKLE_NOTE = """
 The function was defined in a notebook; it lies beside this file as {pickle}. A pickle runs code when it is read:
@@ -129,7 +129,7 @@ def _removed(path: Path, text: str) -> list[str]:
 def constants_of(file: str | Path) -> dict[str, str]:
     """The string constants of a file, which is parsed but not run.
 
-    Errors: OSError, SyntaxError, UnicodeDecodeError; ValueError for a pipe or a device, whose text may never come.
+    Errors: OSError, SyntaxError, UnicodeDecodeError; ValueError for a pipe or a device, which may never give a text.
     """
     if Path(file).exists() and not Path(file).is_file() and not Path(file).is_dir():
         raise ValueError(f"{file}: is a pipe or a device; give a replay file")

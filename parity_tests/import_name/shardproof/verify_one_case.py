@@ -97,7 +97,7 @@ def verify_case(
 
 
 def of_failed_rank(scheme: Declared, case: CaseSpec, failure: RankFailure) -> Report:
-    """The report of a case in which a rank has failed, and perhaps the process with it."""
+    """The report of a case after a rank has failed, and perhaps the process with it."""
     program = Program.of(scheme)
     return _failed(scheme, program, case, failure, _source(scheme, program, case))
 

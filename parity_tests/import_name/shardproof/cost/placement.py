@@ -13,7 +13,7 @@ MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True)
 class Placement:
-    """The group of an axis that spans most hosts; among equals, one with the fewest ranks on a host."""
+    """The group of an axis that spans most hosts; among equal groups, the one with the fewest ranks on a host."""
 
     ranks: int
     hosts: int
@@ -37,6 +37,6 @@ def placement(mesh: Mapping[str, int], axis: str, ranks_per_host: int) -> Placem
     firsts = np.searchsorted(keys, np.arange(len(groups)) * count)
     spans = np.diff([*firsts, len(keys)])
     fewest = np.minimum.reduceat(ranks, firsts)
-    # 3. The group whose messages travel farthest.
+    # 3. The group with the longest way for its messages.
     worst = int(np.lexsort((fewest, -spans))[0])
     return Placement(size, int(spans[worst]), int(fewest[worst]))

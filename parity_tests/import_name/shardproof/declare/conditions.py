@@ -3,7 +3,7 @@
 A case without conditions has contiguous inputs, a gradient for every differentiable input, a cotangent for every
 output, one forward and one backward. The conditions by name, each with its value:
 
-    strided          {tensor: "transposed" | "stepped" | "swapped"}: views whose elements do not lie side by side; the
+    strided          {tensor: "transposed" | "stepped" | "swapped"}: views with gaps between their elements; the
                      rows of a swapped one do, in another order
     expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
     frozen           [inputs] that require no gradient

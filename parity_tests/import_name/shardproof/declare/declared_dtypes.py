@@ -9,7 +9,7 @@ from shardproof.declare.conditions import of_nearest
 from shardproof.declare.declaration_errors import DeclarationErrors
 from shardproof.declare.declared import Argument
 
-WIDE = "WIDE_OUTPUTS"  # a module or package says by this name what `wide` is for its schemes: True or False
+WIDE = "WIDE_OUTPUTS"  # a module or package sets the default of `wide` for its schemes by this name
 WIDENED = {"bfloat16": "float32", "float16": "float32"}
 
 

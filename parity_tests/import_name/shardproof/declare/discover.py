@@ -169,7 +169,7 @@ def built_in() -> list[Declared]:
 
 
 def left_out() -> dict[str, str]:
-    """Files whose schemes are missing from `built_in`, each with the extra that it needs."""
+    """Files with schemes that `built_in` lacks, each with the extra that it needs."""
     return {str(file.relative_to(TESTS.parent)): reason for file in _declaring() if (reason := _needs(file))}
 
 

@@ -28,7 +28,7 @@ UNCHANGED = ("none", "none", "none")
 UNEVEN = ("prefix", "shard", "others")
 KEEP = ("all", "half", *UNEVEN, "none", "first", "last", "prefix")
 IGNORED = ("none", "half", *UNEVEN, "prefix")
-PADDING = ("drawn", "nan")  # what rows of padding hold
+PADDING = ("drawn", "nan")  # the content of rows of padding
 NAN_SHARE = 0.2
 PLACES = ("first", "middle", "last", "before", "after")
 # Narrower than the dtype allows for float64: the reference is float64 too, and its intermediates must not overflow.

@@ -90,7 +90,7 @@ def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
 
 
 def autocast(case: CaseSpec, device: str) -> AbstractContextManager[Any]:
-    """The context for a forward whose caller has turned autocast on; products must say themselves that it is off."""
+    """A forward's context: under autocast if the case asks for it, which a product must turn off by itself."""
     return torch.autocast(device, dtype=torch.bfloat16) if case.conditions.get("autocast") else nullcontext()
 
 
@@ -141,7 +141,7 @@ def _by_grad(
 
 
 class _Cotangents(torch.autograd.Function):
-    """A scalar whose backward hands each output its cotangent as it is stored."""
+    """A scalar. Its backward gives each output the stored cotangent itself."""
 
     @staticmethod
     def forward(ctx: Any, cotangents: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ class _Cotangents(torch.autograd.Function):
 
 
 def total_with(cotangents: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The scalar whose backward starts with these cotangents.
+    """A scalar. Its backward starts with these cotangents.
 
     Torch compares the shapes of explicit `grad_outputs` by SymPy; its import takes longer than a small case, in each
     process.

@@ -1,4 +1,4 @@
-"""A rank of a launcher such as torchrun, whose parent believes a status only if the rank has come to its end.
+"""A rank under a launcher such as torchrun: its parent believes status 0 only from a rank that has come to its end.
 
 torchrun takes a process that leaves with 0 for a success, and native code can leave so at any line. The parent stands
 between the launcher and the rank, and ends as the rank does, but with 3 for a 0 that the rank has not recorded. If rank
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun
 TICK_S = 0.5
-PATIENCE_S = 25.0  # torchrun kills what has not ended 30 s after it was asked to
+PATIENCE_S = 25.0  # torchrun kills a process that has not ended 30 s after a request
 ORPHANS_S = 2.0  # how long the processes of an ended rank get to end by themselves
 
 agent: int | None = None  # the launcher, in a rank that has a parent of this module

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardproof.engines.lockstep import world
 
-FSDP_GROUP = "_fsdp_param_group.py"  # torch's file in which fully_shard communicates
+FSDP_GROUP = "_fsdp_param_group.py"  # the file of torch where fully_shard communicates
 _ORIGINAL = nn.Module.__call__
 _open: list[ModulePath] = []
 _lock = threading.Lock()
@@ -42,7 +42,7 @@ class ModulePath:
     def here(self) -> str:
         """The innermost module, `Model.layers.0.up`; empty outside every module.
 
-        FSDP2 prefetches: during its collectives, the module whose parameters it gathers or whose gradients it reduces.
+        FSDP2 prefetches: in its collectives, the module of the parameters or gradients that it sends.
         """
         of_fsdp = _sharded_by_fsdp()
         if of_fsdp is not None and of_fsdp in self._names:
@@ -101,7 +101,7 @@ class ModulePath:
 
 
 def _sharded_by_fsdp() -> nn.Module | None:
-    """The module whose parameters FSDP2 is communicating in one of the calling frames."""
+    """The module with the parameters that a calling frame of FSDP2 communicates."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code.co_filename.endswith(FSDP_GROUP):
             modules = getattr(frame.f_locals.get("self"), "modules", ())

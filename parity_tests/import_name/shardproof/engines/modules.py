@@ -51,7 +51,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradients(module: nn.Module, tree: str, variables: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """The accumulated gradient of every variable: for those of `tree` the parameter's, for others their own.
+    """The accumulated gradient of every variable: of its parameter if it is in `tree`, else its own.
 
     Errors: KeyError for a parameter of the tree that the module lacks.
     """

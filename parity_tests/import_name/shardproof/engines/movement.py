@@ -74,7 +74,7 @@ def _keys(rows: Sequence[LedgerRow]) -> dict[int, object]:
 
 
 def _message_keys(rows: Sequence[LedgerRow]) -> dict[int, object]:
-    """A send and its receive are one step; so is a shift, in which each rank sends once and receives once."""
+    """A send and its receive are one step; so is a shift: each rank sends once and receives once."""
     sends: dict[tuple[object, ...], list[LedgerRow]] = defaultdict(list)
     receives: dict[tuple[object, ...], list[LedgerRow]] = defaultdict(list)
     shifts: dict[tuple[object, ...], list[tuple[LedgerRow, ...]]] = defaultdict(list)

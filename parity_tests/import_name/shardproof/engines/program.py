@@ -153,7 +153,7 @@ class Program:
         return second_derivative.terms(outputs, variables, call.drawn_cotangents(outputs), directions, shares)
 
     def _complete_call(self, mesh: Any, case: CaseSpec, *, is_overwritten: bool) -> None:
-        """A call whose results are not compared: it must only not raise. Its caller may overwrite all its tensors."""
+        """A call without a comparison: it must only not raise. Its caller may overwrite all its tensors."""
         call = ProgramCall(self._without_arrays(), mesh, case)
         with self._surroundings(call.view):
             call.forward()
@@ -360,7 +360,7 @@ class ProgramCall:
         }
 
     def finish(self) -> list[torch.Tensor]:
-        """The gradients of a call whose results are not compared; like any caller, it waits for all results."""
+        """The gradients of a call without a comparison; like any caller, it waits for all results."""
         calling.wait_for(self.outputs.values())
         gradients = self.backward().values()
         calling.wait_for(gradients)

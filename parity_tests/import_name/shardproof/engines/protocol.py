@@ -90,7 +90,7 @@ def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
 
 
 def _difference(issued: Mapping[int, LedgerRow]) -> Disagreement | None:
-    """The first property in which the rows at one place of a group differ."""
+    """The first property that differs between the rows at one place of a group."""
     rows = list(issued.values())
     # If one rank passes more tensors than another, the shapes show it.
     fewest = 1 if rows[0].op == "all_to_all" else min((len(row.dtypes) for row in rows if row.dtypes), default=0)
@@ -193,7 +193,7 @@ def _sentence(row: LedgerRow) -> str:
 def of_returned(rank: int, rows: Sequence[LedgerRow], awaited: LedgerRow | None = None) -> str:
     """`rank 1 returned without this all_reduce; its last was ...`.
 
-    `awaited` is the call in which another rank waits.
+    Another rank waits in the call `awaited`.
     """
     without = ""
     if awaited is not None and awaited.peer is None and rank in awaited.group:

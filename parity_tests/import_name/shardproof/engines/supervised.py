@@ -1,11 +1,10 @@
-"""Run a command in its own process, so that no way in which that process ends can lose or fake a verdict.
+"""Run a command in its own process, so that no end of that process can lose or fake a verdict.
 
 On lockstep the ranks are threads of the command, and references, draws and imports run in it too: a crash in native
 code, a signal or `os._exit` ends the whole process. The parent, which has loaded nothing, waits. It believes a status
-only if the child has recorded it as its last act (last_words.py). It ends a child that is stopped, whose interpreter is
-not free any more during a run of lockstep, or that waits for what never comes, in a scheme or in an exit function. If
-schemes are left to judge after a death, it starts another child, which takes the verdicts so far from the journal
-(journal.py).
+only if the child has recorded it as its last act (last_words.py). It ends a child that is stopped, that waits for ever
+in a scheme or in an exit function, or that holds its interpreter for ever during a run of lockstep. If schemes are left
+to judge after a death, it starts another child, which takes the verdicts so far from the journal (journal.py).
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ TICK_S = 0.5
 MARGIN_S = 2.0  # beyond the limit of a run, which lockstep itself keeps while the interpreter is free
 IDLE_S = 120.0  # beyond the limit of a run, how long all processes of the command may be idle in a user's code
 STOPPED_S = 3.0  # how long a child may be stopped while its parent runs
-GRACE_S = 5.0  # between a signal that was passed on and the end, in which the child can compute
+GRACE_S = 5.0  # from a signal that was passed on to the end; the child can compute until then
 TELLING_S = 20.0  # how long a process that can compute may take to print the verdicts of another
 ORPHANS_S = 2.0  # how long the processes of an ended child get to end by themselves, as a fork server does
 LONG_IMPORT_S = 30.0  # after which an import is named, as one that waits for the other ranks of a launcher
 STACKS_S = 0.5  # how long the fault handler gets to write the stacks of all threads
 OUTDATED = 76  # the status of a call that was ended because nobody needs its verdict any more
-AFRESH = 75  # the status of a command that asks for a fresh process, in which it starts from its beginning
+AFRESH = 75  # the status of a command that asks to start again from its beginning, in a fresh process
 ADVICE = "--engine gloo runs each rank in a process of its own"
 
 table: StatusTable | None = None  # of the command in this process, shared with its parent
@@ -94,7 +93,7 @@ def supervised(call: Callable[[], int | None]) -> int:
 
 
 def _open_standard_files() -> None:
-    """Open what the process that started this one has closed: else a file of ours would be taken for standard error."""
+    """Open standard files that are closed: else a file of ours would be taken for standard error."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -111,9 +110,10 @@ def _has_used_jax() -> bool:
 def supervised_in_turn(call: Callable[[], int | None], is_outdated: Callable[[], bool] = lambda: False) -> int:
     """Like `supervised`, for a process that stays and calls this many times, such as `verify --watch`.
 
-    Each call runs in a process of its own, a fork of this one, which holds what this one has imported and nothing of
-    an earlier call. This process must run one thread only, so that JAX may be imported and not used: its first use
-    starts threads, which a fork would not have. Once `is_outdated` is true, the call's process is ended: OUTDATED.
+    Each call runs in a process of its own, a fork of this one: it has the modules that this one has imported, and
+    nothing of an earlier call. This process must run one thread only, so that JAX may be imported and not used: its
+    first use starts threads, which a fork would not have. Once `is_outdated` is true, the call's process is ended:
+    OUTDATED.
 
     Errors: KeyboardInterrupt if this process was interrupted meanwhile.
     """
@@ -376,7 +376,7 @@ _HOW = {
 class _Watch:
     """Whether the child is stopped, has missed the beat of a run, or waits for ever.
 
-    Time in which the parent itself is delayed does not count. On a terminal a user may have been asked for something,
+    A delay of the parent itself does not count. On a terminal a user may have been asked for something,
     as by a debugger, and can end a command that waits.
     """
 

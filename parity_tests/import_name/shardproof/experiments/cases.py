@@ -1,4 +1,4 @@
-"""Cases derived from a failing one, each of which could refute a note about it."""
+"""Cases derived from a failing one; each could refute a note about it."""
 
 from __future__ import annotations
 

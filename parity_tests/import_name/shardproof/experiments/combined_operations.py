@@ -43,7 +43,7 @@ WRITES[ASSIGNMENT] = "index_put_"
 
 @dataclass(frozen=True)
 class Operation:
-    """The calls of one torch function that a user's line makes; with `call`, the one that is written so."""
+    """The calls of one torch function that a user's line makes; with `call`, only the call that is written so."""
 
     name: str
     source: str

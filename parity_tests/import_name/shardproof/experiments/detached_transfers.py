@@ -2,7 +2,7 @@
 
 A function may gather a detached tensor, and put its own part back: outputs are right, and the other ranks' share of the
 gradient is lost. So the case runs again, once with other values of the input and once with other values from the
-collective. It is named if it carries values of the input whose gradient is wrong, and if an output depends on them: a
+collective. It is named if it carries values of the input with the wrong gradient, and if an output depends on them: a
 detached maximum that only shifts an exponent is right.
 """
 
@@ -33,7 +33,7 @@ Notes = Mapping[str, tuple[Note, ...]]
 
 @dataclass(frozen=True)
 class _Watched(Repair):
-    """Keeps what a line's calls carry, and multiplies it by `factor`."""
+    """Keeps the tensors that a line's calls carry, multiplied by `factor`."""
 
     factor: float = 1.0
     carried: list[Tensor] = field(default_factory=list, compare=False)
@@ -67,7 +67,7 @@ def name_detached_transfers(scheme: Declared, report: Report, notes: Notes) -> d
 
 
 def _that_outputs_need(scheme: Declared, report: Report) -> Iterator[tuple[CallSite, list[Tensor]]]:
-    """The lines outside hand-written functions that carry floats which an output depends on, and what they carry."""
+    """The lines outside hand-written functions that carry floats to an output, and these floats."""
     sites = {
         CallSite(row.op, row.source, row.phase): None
         for row in report.ledger.rows
@@ -82,7 +82,7 @@ def _that_outputs_need(scheme: Declared, report: Report) -> Iterator[tuple[CallS
 
 
 def _carries(scheme: Declared, report: Report, site: CallSite, before: Sequence[Tensor], name: str) -> bool:
-    """Whether what a line carries changes with the values of an input."""
+    """Whether the tensors that a line carries change with the values of an input."""
     program = Program.of(scheme)
     arrays = {arg.name: program.full_array(arg, report.case) for arg in scheme.inputs}
     watched = _Watched(site.op, site.source, site.phase, "watch")

@@ -1,8 +1,8 @@
-"""Name what a function takes its inputs for: its results are the reference's with one input edited.
+"""Name the wrong use of an input: the results are the reference's with one input edited.
 
 A bias that every rank adds before a norm, columns of a fused projection in another order, a scale by the size of a
-shard: behind a root or a softmax such a mistake is no factor and no order of the result, but the result is exactly what
-the reference gives with the input counted twice, reordered or scaled. So the reference is evaluated with one small
+shard: behind a root or a softmax such a mistake shows as no factor and no order of the result. But the result is
+exactly the reference's with the input counted twice, reordered or scaled. So the reference is evaluated with one small
 edit of its inputs at a time. An edit is named only if all outputs are right with it in every failing case and in a case
 on another mesh.
 """

@@ -4,9 +4,9 @@ The mistake may be in the order of two names, a border, a sign or a part that is
 tell. So the failing case runs again with one edit of one line at a time (see line_edits.py), in forked processes and
 for a limited time. An edit is named only if it makes every tensor right in all failing cases, on another mesh and in
 drawn cases, and if every line that ran in the failing case still runs in one of them: an edit may also lead around the
-mistake, into another branch or past the rounds of a loop. Edits that apply a factor or a mask that is never read come
-first, then those that leave out or exchange a part, then those that add one, then those of the collectives and of the
-call; of these, lines that run in failing cases alone come first.
+mistake, into another branch or past the rounds of a loop. Edits come in this order: they apply a factor or a mask that
+is never read; they leave out or exchange a part; they add a part; they edit collectives or the call. Among equal edits,
+lines that run in failing cases alone come first.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from shardproof.explain.places import NO_PATTERN, SAME_VALUES
 from shardproof.places import TESTS
 from shardproof.report.report import Report
 
-AROUND = ADDED + 1  # rank of the edits of a caller and of collectives: they may undo what the code between them does
+AROUND = ADDED + 1  # rank of the edits of a caller and of collectives: they may undo the code between them
 # Of computing in each process, for edits of a rank.
 SEARCH_S = {UNREAD: 2.0, LIKELY: 5.0, POSSIBLE: 3.0, ADDED: 0.5, AROUND: 1.0}
 PROOF_S = 3.0  # likewise for the edits that mend the failing case, in other cases
 MIN_FAILING = 2  # other cases that fail: an edit that mends a single rare case may lead around the mistake
-SUSPECTED = 6  # other cases whose lines are compared
-MOST_TRACED = 12  # cases in which a line of the failing case may run
+SUSPECTED = 6  # other cases for the comparison of lines
+MOST_TRACED = 12  # cases that may run a line of the failing case
 MOST_LINES = 2  # that a note names
-DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options, in which an edit must be right as well
+DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options; an edit must be right in them as well
 DRAWN_FAILING = 4  # of them: if fewer cases fail, an edit of a right line could mend them all
 MOST_ORDINARY = 12
 ORDINARY = "; tested with ordinary values"
@@ -75,7 +75,7 @@ def name_edited_line(
 
 
 def _have_causes(report: Report, notes: Notes) -> bool:
-    """Whether the first note of each wrong output names a cause or, if all outputs are right, that of a gradient."""
+    """Whether the first note of each wrong output names a cause; if all outputs are right, of a gradient."""
     named = {label for label, of_tensor in notes.items() if of_tensor and _names_a_cause(of_tensor[0])}
     outputs = {tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok}
     return outputs <= named if outputs else bool(named)
@@ -92,7 +92,7 @@ def _names_a_cause(note: Note) -> bool:
 
 
 def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple[list[LineEdit], str]:
-    """The edits of the lowest rank that are right in all cases, the smallest of each line, and in which cases."""
+    """The edits of the lowest rank that are right in all cases, the smallest of each line, and these cases."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
     judged = judged_cases(scheme, [smallest.case])
     known = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest))
@@ -180,7 +180,7 @@ def _reaching(edits: Sequence[LineEdit], scheme: Declared, judged: Sequence[Judg
 def _other_cases(
     scheme: Declared, report: Report, failing: Sequence[Report], smallest: Report
 ) -> Iterator[CaseSpec | None]:
-    """The cases in which an edit must be right as well."""
+    """The further cases that an edit must make right."""
     yield from (other.case for other in failing if other is not smallest)
     yield cases.on_another_mesh(scheme, report.case, 4)
 

@@ -233,7 +233,7 @@ def _of_two_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
 def _of_backwards(scheme: Declared, report: Report) -> Iterator[Edit]:
     """A collective over an axis after each operation of a hand-written backward that reduces, after two, after others.
 
-    A sum of each rank's part among zeros is what a gather gives.
+    A gather gives the same as a sum of each rank's part among zeros.
     """
     operations = _of_lines(_operations(scheme, report, in_backwards))
     reducing = [(operation,) for operation, reduces in operations.items() if reduces]

@@ -16,7 +16,7 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def existing(kind: type, files: Collection[str]) -> list[Any]:
-    """All objects of this type, among them those of these files that Python's collector was told to leave alone."""
+    """All objects of this type; those that the collector leaves alone are found through modules of these files."""
     found = {id(each): each for each in gc.get_objects() if type(each) is kind}
     modules = [module for module in list(sys.modules.values()) if _file(module) in files]
     names = {module.__name__ for module in modules}

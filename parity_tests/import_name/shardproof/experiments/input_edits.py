@@ -13,7 +13,7 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Argument, Declared
 from shardproof.engines.stitch import owners
 
-IN_ANY_ORDER = ("float", "ids", "mask", "integers")  # kinds of draws whose values are valid in any order
+IN_ANY_ORDER = ("float", "ids", "mask", "integers")  # kinds of draws with values that are valid in any order
 POWERS = ((1.0, "{}"), (-1.0, "1/{}"), (0.5, "sqrt({})"), (-0.5, "1/sqrt({})"))
 COUNTED = {0.5: ": its squares are counted {} times", 1.0: ": it is counted {} times"}
 BLOCKS = (2, 3, 4)  # blocks of a fused projection or of a rotation
@@ -41,7 +41,7 @@ class Change:
         return self.axis, None if self.picks is None else self.picks.tobytes(), self.factor, self.addend
 
     def back(self, gradient: np.ndarray) -> np.ndarray:
-        """The gradient of the input, from that of its other value."""
+        """The gradient of the input, from the gradient of its other value."""
         own = gradient * self.factor
         if self.picks is None:
             return own

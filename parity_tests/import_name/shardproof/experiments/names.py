@@ -1,4 +1,4 @@
-"""The names that a function has, and the kinds of their values: what may stand in another name's place."""
+"""The names that a function has, and the kinds of their values, which decide which name may replace another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a function makes tensors of a narrower dtype than its inputs: only then is its error one of that dtype."""
+"""Whether a function makes tensors of a narrower dtype than its inputs: only then can that dtype explain an error."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing
 
 
 def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
-    """Reports of derived cases with wrong tensors, the one with most elements first."""
+    """Reports of derived cases with wrong tensors, the case with most elements first."""
     derived = (
         cases.larger(scheme, case, 1, values=True),
         cases.larger(scheme, case, 2, values=False),
@@ -160,8 +160,8 @@ def _elements(report: Report) -> int:
 def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[Report]) -> Iterator[Note]:
     """Notes on one tensor: facts about its own case, hypotheses from all failing cases, context of its own case.
 
-    Hypotheses from its own case come first. A hypothesis that repeats an earlier claim is dropped, and so is one that
-    another mesh refutes if others remain.
+    Hypotheses from its own case come first. A hypothesis is dropped if it repeats an earlier claim, or if another mesh
+    refutes it and others remain.
     """
     same_tensor = [other for other in failing if label in other.notes]
     survivors: list[Note] = []
@@ -331,7 +331,7 @@ def _untested(note: Note) -> Note:
 
 
 def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes; if a case fails only as it is called, one on values in another order says what of the call matters."""
+    """The notes; if a case fails only under its call, a note on values in another order names the part that matters."""
     conditions = set(report.case.conditions) if report.conditions_needed else set()
     if conditions.intersection(OTHER_CALLS):
         cause = "the order of the other call: state that depends on the call's sizes or values is kept between calls"
@@ -397,7 +397,7 @@ def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
 
 
 def _scales_as_rounding(scheme: Declared, report: Report, label: str) -> bool:
-    """Whether inputs of LARGER times the size have about the same error, in parts of what rounding may do there.
+    """Whether inputs of LARGER times the size have about the same error, relative to the rounding there.
 
     Rounding is relative: an error that stays as it is, or grows faster, is another. True if no run can tell.
     """

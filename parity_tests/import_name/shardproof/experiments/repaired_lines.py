@@ -1,4 +1,4 @@
-"""Name the line of the collective to blame: the one whose repair makes a wrong tensor right.
+"""Name the line of the collective to blame: its repair makes a wrong tensor right.
 
 A gradient may be wrong although every collective is right, and the first collective of the backward is not to blame for
 being first. So the case, or a larger case with the same failure, runs again with one line repaired at a time (see
@@ -45,7 +45,7 @@ Notes = Mapping[str, tuple[Note, ...]]
 def name_lines(
     scheme: Declared, report: Report, other_reports: Sequence[Report], notes: Notes
 ) -> dict[str, tuple[Note, ...]]:
-    """The notes with the lines whose repair makes a tensor right, in this case or a larger one on its mesh."""
+    """The notes, with each line that mends a tensor once it is repaired, in this case or a larger one on its mesh."""
     by_label = dict(notes)
     gradients = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
     if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
@@ -143,7 +143,7 @@ def _extended(notes: Iterable[Note], start: str, words: str, sites: Sequence[Cal
 
 
 def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: Sequence[str]) -> Report:
-    """The failing case with most elements in which all these tensors are wrong and the outputs are right."""
+    """Of the failing cases with these tensors wrong and all outputs right, the one with most elements."""
     for other in other_reports:
         outputs_pass = all(tensor.ok for tensor in other.tensors if tensor.role == "output")
         if outputs_pass and other.case.mesh == report.case.mesh and all(label in other.notes for label in labels):
@@ -257,7 +257,7 @@ def _words(repair: Repair, share: str | None, *, is_cut: bool) -> str:
 
 
 def _read_too_early(scheme: Declared, report: Report) -> dict[str, CallSite]:
-    """For each tensor, the asynchronous collective without whose poison it has fewer unexpected NaN."""
+    """For each tensor, the asynchronous collective that gives it unexpected NaN by its poison."""
     lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
     site_of_label: dict[str, CallSite] = {}
     before = {tensor.label: _unexpected_nans(tensor) for tensor in report.tensors}

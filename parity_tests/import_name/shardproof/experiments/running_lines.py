@@ -45,7 +45,7 @@ Functions = dict[CodeType, Running]
 
 @dataclass(frozen=True)
 class _TracedProgram(Program):
-    """A program whose ranks record the user's functions that they run."""
+    """A program: its ranks record the user's functions that they run."""
 
     functions: Functions = field(default_factory=dict)
     packages: frozenset[str] = frozenset()
@@ -123,7 +123,7 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 
 def _kind(value: Any) -> str:
-    """What may stand for a value in an edit: an integer for an integer, a tensor for one with as many dims."""
+    """The kind of values that may replace a value: an integer an integer, a tensor a tensor with as many dims."""
     if isinstance(value, torch.Tensor):
         what = "floats" if value.is_floating_point() else "flags" if value.dtype == torch.bool else "integers"
         return f"tensor of {what}, {value.dim()}"

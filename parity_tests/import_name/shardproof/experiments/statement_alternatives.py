@@ -54,7 +54,7 @@ def _of_running(name: str, value: ast.expr, names: Names) -> Iterator[ast.expr]:
 
 
 def _of_two(target: ast.Name, value: ast.expr, names: Names) -> Iterator[ast.stmt]:
-    """The next value of a name, `k = shifted(k)`, beside that of another one: `k, v = shifted(k), shifted(v)`."""
+    """The next values of two names, `k, v = shifted(k), shifted(v)`, for the next value of one, `k = shifted(k)`."""
     if not any(isinstance(each, ast.Name) and each.id == target.id for each in ast.walk(value)):
         return
     for other in names.alike(target.id):

@@ -1,4 +1,4 @@
-"""Name the lines whose backward lacks a sum over a mesh axis, where no collective exists that could be blamed.
+"""Name the lines that lack a sum over a mesh axis in their backward, if there is no collective to blame.
 
 After a product with a sharded weight each rank has a part of its input's gradient, and the parts must be summed. If the
 sum is missing, there is no collective for `repaired_lines` to repair. So the case runs again with a sum at one edge of

@@ -30,7 +30,7 @@ UNUSED = "no output of the function depends on "
 UNUSED_HERE = " of the function does not depend on "  # an output, where another one does
 MOST_CASES = 3  # a case may have few elements, or all of one value
 MOST_VALUES = 2  # of an input in each case
-IN_ANY_ORDER = ("float", "ids", "mask", "integers")  # kinds of draws whose values are valid in any order
+IN_ANY_ORDER = ("float", "ids", "mask", "integers")  # kinds of draws with values that are valid in any order
 SEQUENCES = ("lengths", "offsets")
 Notes = Mapping[str, tuple[Note, ...]]
 

@@ -62,7 +62,7 @@ class Offered:
         return OfferedObject(returned, ours) if inspect.isclass(ours) and inspect.isclass(self._theirs) else returned
 
     def apply(self, *args: Any) -> Any:
-        """Call the `apply` of a torch.autograd.Function, whose arguments are its forward's without `ctx`."""
+        """Call the `apply` of a torch.autograd.Function, with the arguments of its forward but `ctx`."""
         theirs, ours = (_signature_of_apply(each) for each in (self._theirs, self.name.value))
         return _call_theirs(self._theirs.apply, theirs, ours, args, {})
 

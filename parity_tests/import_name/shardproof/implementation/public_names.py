@@ -106,7 +106,7 @@ def rebound(fn: Callable[..., Any], replacements: Mapping[PublicName, Any]) -> F
 
 
 class Namespace:
-    """A production package in which some names belong to another implementation."""
+    """A production package with some names of another implementation."""
 
     def __init__(self, package: str, by_name: Mapping[str, Any]) -> None:
         self._package, self._by_name = package, dict(by_name)

@@ -1,4 +1,4 @@
-"""A scheme whose function calls another implementation in place of ours."""
+"""A scheme with calls of another implementation in place of ours."""
 
 from __future__ import annotations
 

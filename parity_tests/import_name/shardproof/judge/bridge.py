@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-STRICT = ("jax_ref", "parity_tests", "shardproof")  # packages whose references must broadcast explicitly
+STRICT = ("jax_ref", "parity_tests", "shardproof")  # references of these packages must broadcast explicitly
 
 
 def start(cache: str | None = None) -> Any:

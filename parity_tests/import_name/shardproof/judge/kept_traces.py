@@ -37,7 +37,7 @@ def forget(reference: Callable[..., Any]) -> None:
 
 
 def forget_if_changed(reference: Callable[..., Any]) -> None:
-    """Drop the programs of a reference unless it is, with all that it uses, what it was at the last call."""
+    """Drop the programs of a reference if it, or anything that it uses, has changed since the last call."""
     state = _state(reference)
     before = _states.get(reference)
     if state is None or state != before:

@@ -46,7 +46,7 @@ def check() -> None:
     """ValueError if a function has been replaced since the import of this module."""
     for module, functions in _BEFORE.items():
         now = vars(module)
-        if tuple(map(now.get, functions)) == _VALUES[module]:  # without `all`, which is one of them
+        if tuple(map(now.get, functions)) == _VALUES[module]:  # not by `all`, which may be replaced too
             continue
         for name, function in functions.items():
             if now.get(name, function) is not function:

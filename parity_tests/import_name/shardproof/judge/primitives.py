@@ -305,7 +305,7 @@ def plain(function: Callable[..., Any]) -> Rule:
 
 
 def traced(function: Callable[..., Any]) -> Rule:
-    """The rule of a less common function, whose derivative JAX traces."""
+    """The rule of a less common function; JAX traces its derivative."""
     return derived(plain(function))
 
 

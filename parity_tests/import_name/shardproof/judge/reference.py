@@ -382,7 +382,7 @@ def _rms(derivatives: Any) -> np.ndarray:
 
 
 def _declared_at(reference: Callable[..., Any]) -> str:
-    """` (file:line)` of a function; empty for what Python did not compile."""
+    """` (file:line)` of a function; empty if Python did not compile it."""
     code = getattr(inspect.unwrap(reference), "__code__", None)
     return "" if code is None else f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 

@@ -192,7 +192,7 @@ def _unlike_dtypes(results: Sequence[RankResult]) -> list[str]:
 
 
 def _undeclared_dtypes(scheme: Declared, case: CaseSpec, result: RankResult) -> list[str]:
-    """One sentence for each output whose dtype differs from the one that `wide` declares."""
+    """One sentence for each output with another dtype than `wide` declares."""
     return [
         f"'{name}' is {result.dtypes[name]}, declared {dtype} for {case.dtype} inputs"
         for name, dtype in declared_dtypes(scheme.outputs, scheme.wide, case.dtype).items()
@@ -211,7 +211,7 @@ def _replicas(tensor: TensorComparison) -> list[str]:
 
 
 def unequal_replicas(hygiene: Sequence[str]) -> set[str]:
-    """The tensors whose replicas differ, according to the hygiene oracle's sentences."""
+    """The tensors with unequal replicas, according to the hygiene oracle's sentences."""
     return {sentence.partition(UNEQUAL_REPLICAS)[0] for sentence in hygiene if UNEQUAL_REPLICAS in sentence}
 
 

@@ -107,7 +107,7 @@ def elementwise(function: Callable[..., Any], *derivatives: Callable[..., Any]) 
 
 
 def derived(without_tangents: Rule) -> Rule:
-    """The rule of an operation whose derivative JAX traces and NumPy evaluates; without tangents, another rule."""
+    """The rule of an operation: JAX traces its derivative and NumPy evaluates it; without tangents, another rule."""
 
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         if not any(has_tangent):

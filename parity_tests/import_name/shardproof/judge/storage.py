@@ -54,7 +54,7 @@ class Storage:
 
 
 def storage_of(dtype: str) -> Storage | None:
-    """The storage of a 16-bit dtype; None for float32 and float64, whose sums are no wider."""
+    """The storage of a 16-bit dtype; None for float32 and float64, which have no wider sums."""
     info = torch.finfo(getattr(torch, dtype))
     if info.bits > 16:
         return None

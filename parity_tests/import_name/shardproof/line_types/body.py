@@ -2,7 +2,7 @@
 
 The scheme's function runs once, as rank 0 of a mesh of torch's fake backend, on this rank's shards of one case. It
 computes nothing of use: no message is sent. `spmd-types` follows the type of each tensor on each axis, from the specs
-of the inputs to those of the outputs, and raises at the line where two do not go together.
+of the inputs to the specs of the outputs, and raises at the line where two types do not go together.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TypedMesh(MeshView):
 
 
 def typed_axes(program: Program) -> dict[str, str]:
-    """The axes of a scheme, each with the layout because of which it is not typed, or an empty text."""
+    """The axes of a scheme, each with the layout that keeps it from being typed, or an empty text."""
     layouts = dict.fromkeys(program.mesh_axes, "")
     for arg in (*program.inputs, *program.outputs):
         for dim in arg.spec.dims:
@@ -116,8 +116,8 @@ def _outputs(program: Program, call: ProgramCall) -> dict[str, Any]:
 def _assert_spec(tensor: torch.Tensor, arg: Argument, mesh: TypedMesh, module: str | None) -> None:
     """Give an input the types that its spec says.
 
-    R stands for I where the difference is none or comes later: without a gradient, and for the parameters of a module,
-    whose function runs the backward itself and makes their gradients equal afterwards.
+    R stands for I where they do not differ yet: without a gradient, and for the parameters of a module, since its
+    function runs the backward itself and makes their gradients equal afterwards.
     """
     is_parameter = module is not None and arg.name.startswith(f"{module}.")
     of_replicas = "I" if tensor.requires_grad and not is_parameter else "R"
@@ -140,7 +140,7 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, Any], sharded: list[tuple[
 
 
 def _clash_of_outputs(program: Program, outputs: Mapping[str, Any], mesh: TypedMesh) -> str | None:
-    """The first output whose type differs from its spec. That a shard is a term (P) is the author's to say."""
+    """The first output with another type than its spec. Only the author can say that a shard is a term (P)."""
     for arg in program.outputs:
         tensor = outputs.get(arg.name)
         if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
@@ -185,7 +185,7 @@ def _first_line(error: BaseException) -> str:
 def main() -> None:
     """Read a program and its case from standard input, and write the sentence of `checked`."""
     program, case = pickle.load(sys.stdin.buffer)
-    out, sys.stdout = sys.stdout, sys.stderr  # what the function prints is no answer
+    out, sys.stdout = sys.stdout, sys.stderr  # the function may print; the answer is ours alone
     dist.init_process_group("fake", rank=0, world_size=case.world)
     rules.register()
     sentence = checked(pickle.loads(program), case)

@@ -1,4 +1,4 @@
-"""The types of our collectives and kernels, as rules of spmd-types: what each autograd Function takes and returns.
+"""The types of our collectives and kernels, as rules of spmd-types for the inputs and outputs of each Function.
 
 A Function whose body calls collectives is opaque to a type checker. A rule says in its place which type each input has
 on the group's axis, and which type the result has. Production knows nothing of them: `register` attaches the rules to
@@ -39,7 +39,7 @@ LETTERS = {"R": st.R, "I": st.I, "P": st.P, "V": st.V}
 
 
 def is_typed(group: Any) -> bool:
-    """Whether the axis of a group is one of those typed here."""
+    """Whether the axis of a group is typed here."""
     return st.normalize_axis(group) in (st.current_mesh() or ())
 
 
@@ -122,7 +122,7 @@ def _attention(*, q: Any, k: Any, v: Any, sinks: Any) -> Any:
 
 
 def _of_vocabulary(equation: str, group: Any, *tensors: Any) -> Any:
-    """A sum over the vocabulary, whose shards the group has."""
+    """A sum over the vocabulary; the group has its shards."""
     return _sum(st.rules.einsum(equation, *tensors), group)
 
 

@@ -137,12 +137,12 @@ def in_full(full: np.ndarray, placement: Placed, rank: int) -> np.ndarray:
 
 
 def farthest(full: np.ndarray, placement: Placed) -> np.ndarray:
-    """`in_full` of the rank whose piece is farthest from the reference."""
+    """`in_full` of the rank with the piece farthest from the reference."""
     return in_full(full, placement, farthest_rank(full, placement))
 
 
 def farthest_rank(full: np.ndarray, placement: Placed) -> int:
-    """The rank whose piece is farthest from the reference; one whose piece fits nowhere, if there is one."""
+    """The rank with the piece farthest from the reference; a rank with a piece that fits nowhere, if there is one."""
 
     def distance(rank: int) -> float:
         array = in_full(full, placement, rank)
@@ -154,7 +154,7 @@ def farthest_rank(full: np.ndarray, placement: Placed) -> int:
 def repeated(
     full: np.ndarray, placement: Placed, places: Places, axes: Mapping[str, int], at: Mapping[str, int]
 ) -> dict[str, np.ndarray]:
-    """For each axis whose ranks hold the same piece of the tensor, these ranks' pieces, stacked.
+    """For each axis that repeats a piece of the tensor, the pieces of its ranks, stacked.
 
     Each is put into an equal share of the reference, so that their sum is the reference beyond the piece.
     """

@@ -165,7 +165,7 @@ def _report(title: str, twin: _Twin, ranks: tuple[RankTrace, ...], mesh: Mapping
 
 @dataclass
 class _Comparison:
-    """The ranks' arrays and the reference's. `sums` lists the tensors whose ranks hold terms of a sum."""
+    """The ranks' arrays and the reference's. `sums` lists the tensors that the ranks hold as terms of a sum."""
 
     twin: _Twin
     ranks: tuple[RankTrace, ...]

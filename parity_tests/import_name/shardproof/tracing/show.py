@@ -28,7 +28,7 @@ class TraceReport:
     """One trace: its name, its reference (`on one device`), and its lines or a rank's failure.
 
     `torch_names` maps module names in `lines` to PyTorch's where they differ; `torch_only` and `flax_only` are modules
-    that only one side calls. `sums` are tensors whose ranks hold terms of a sum.
+    that only one side calls. `sums` are tensors that the ranks hold as terms of a sum.
     """
 
     name: str
@@ -40,7 +40,7 @@ class TraceReport:
     flax_only: Sequence[str] = ()
     sides: tuple[str, str] = ("PyTorch", "flax")  # the two sides of torch_only and flax_only
     sums: Sequence[str] = ()
-    inner: Sequence[str] = ()  # tensors inside a module that fit nowhere, or whose difference does not leave it
+    inner: Sequence[str] = ()  # tensors that fit nowhere, or with a difference that does not leave the module
 
     @property
     def status(self) -> int:

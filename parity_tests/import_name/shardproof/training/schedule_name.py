@@ -6,7 +6,7 @@ from torch_impl.pipelining.named_schedules import RULES, Rule
 
 
 def rule_by_name(text: str, what: str, hint: str = "") -> Rule:
-    """The rule with this name, such as `zbv` or `1f1b`. Messages begin with `what` and end with `hint`.
+    """The rule with this name, such as `zbv` or `1f1b`. The argument `what` begins a message, `hint` ends it.
 
     Errors: ValueError unless the text is a name or begins exactly one name.
     """

@@ -72,7 +72,7 @@ def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> s
 
 
 def _is_uneven(op: str, outputs: Sequence[Tensor]) -> bool:
-    """Whether this is an all_gather whose list has tensors of different sizes."""
+    """Whether this is an all_gather into a list of tensors of different sizes."""
     return op == "all_gather" and len({tensor.shape for tensor in outputs}) > 1
 
 

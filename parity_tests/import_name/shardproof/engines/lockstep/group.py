@@ -431,7 +431,7 @@ def _rejection(name: str, reason: str) -> Callable[..., NoReturn]:
 def reject_missing() -> None:
     """Make each ProcessGroup method that this engine lacks raise a message with the method's name.
 
-    Without this, a method that a later torch adds would reach C++, whose error is about a missing device backend.
+    Without this, a method that a later torch adds would reach C++, and its error is about a missing device backend.
     """
     for name, reason in MISSING.items():
         setattr(LockstepGroup, name, _rejection(name, reason))

@@ -155,7 +155,7 @@ def _is_users(name: str) -> bool:
 
 
 class RankGlobals:
-    """The module globals of each rank of a session; `rank` is the rank whose values are bound now."""
+    """The module globals of each rank of a session; the values of `rank` are bound now."""
 
     def __init__(self, world: int) -> None:
         self._namespaces: dict[str, Namespace] = {}

@@ -82,7 +82,7 @@ class Repair:
                 call.results = [total for total in totals for _ in range(entries)]
 
     def other_group(self, row: LedgerRow, axes: Mapping[str, int], groups: Iterable[Any]) -> Any:
-        """The one of a rank's groups over which this call is carried out instead; None for its own."""
+        """The group of this rank that carries out the call instead; None for the call's own group."""
         if self.axis is None or not self.concerns(row, REDUCE):
             return None
         ranks = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
@@ -139,6 +139,6 @@ def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
 
 
 def autograd_function() -> Any:
-    """The node of the innermost torch.autograd.Function whose forward is running."""
+    """The node of the innermost torch.autograd.Function that runs its forward now."""
     values = (value for frame, _ in traceback.walk_stack(sys._getframe(1)) for value in frame.f_locals.values())
     return next((value for value in values if isinstance(value, torch.autograd.function.BackwardCFunction)), None)

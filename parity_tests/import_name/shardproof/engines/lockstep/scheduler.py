@@ -89,7 +89,7 @@ class Scheduler:
     def let_others_run(self, rank: int) -> None:
         """Let the next runnable rank go first, if there is one: a polling rank must not starve the others.
 
-        Polling is no progress, so that ranks which all poll for what never comes are stalled.
+        Polling is no progress: ranks that all poll for ever are stalled.
         """
         if self.failure is not None:
             raise Halt

@@ -162,7 +162,7 @@ def is_installed() -> bool:
 def _on_lockstep(new_group: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap c10d's group constructor; on a rank's thread it ignores the named backend.
 
-    A gloo group waits in its constructor for its peers, whose threads wait for their turn.
+    A gloo group waits in its constructor for its peers, and their threads wait for their turn.
     """
 
     @functools.wraps(new_group)

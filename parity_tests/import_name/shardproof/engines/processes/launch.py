@@ -54,7 +54,7 @@ _watching: list[threading.Thread] = []
 def leave_with_agent() -> None:
     """From the first call on, end this process soon after its torchrun agent, if it has one.
 
-    So a host whose agent is killed has no process left.
+    So no process is left on a host after its agent is killed.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when the agent ends while the command imports
@@ -84,7 +84,7 @@ def leave(reason: str) -> NoReturn:
 
 @contextmanager
 def telling(tell: Callable[[str, RankFailure | None], object]) -> Iterator[None]:
-    """In this block, call `tell` if torchrun ends the job, on rank 0, to print what is judged.
+    """In this block, rank 0 calls `tell` if torchrun ends the job, to print the verdicts so far.
 
     Its arguments are the sentence and, if a rank has failed, the failure with its case.
     """

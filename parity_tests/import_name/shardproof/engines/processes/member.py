@@ -134,11 +134,11 @@ TICK_S = 0.01
 SHOW_S = 0.2  # between two signs of progress
 COLLECT_S = 0.5  # for the others, after the first failure
 ENDING_S = LOOK_S + 0.5  # for the others, when torchrun ends the job
-AGENT_S = 2.0  # in which torchrun ends the job of a rank that has died with another status than 0
+AGENT_S = 2.0  # torchrun ends the job within this time after a rank dies with a status other than 0
 ARM_S = 1.0  # between two settings of the alarm
 HELD_S = 12.0  # for which a job may hold the interpreter in native code: longer than a rank may compute
 ANSWER_S = 3.0  # for a rank to answer an order, and for a hanging rank to come free
-STOP_S = 2.0  # for a rank to say where it is; one whose interpreter is held never does
+STOP_S = 2.0  # for a rank to say where it is; a rank with a held interpreter never does
 
 
 class Member:

@@ -314,7 +314,7 @@ class Recorder(_BesideCompiler):
             self._slot.enter(status_table.COMPUTING)
 
     def wait(self, work: dist.Work) -> contextlib.AbstractContextManager[None]:
-        """A block in which the caller waits for this work."""
+        """In this block, the caller waits for this work."""
         issued = self._works.pop(id(work), None)
         return self._blocked(issued and issued.row)
 
@@ -323,7 +323,7 @@ class Recorder(_BesideCompiler):
         self._works.pop(id(work), None)
 
     def unwaited(self) -> list[LedgerRow]:
-        """Functional collectives whose result was never waited for, and calls whose work was not.
+        """Functional collectives and asynchronous calls that nobody waited for.
 
         Work that C++ has issued, as DDP's reducer does, is waited for in C++; it counts only if it is not complete.
         """

@@ -55,7 +55,7 @@ class Outcome:
         return self.sentence()
 
     def sentence(self, awaited: LedgerRow | None = None) -> str:
-        """How the rank ended, in words; `awaited` is a call in which another rank waits."""
+        """How the rank ended, in words; another rank waits in the call `awaited`."""
         if self.kind == DONE:
             return of_returned(self.rank, self.rows, awaited)
         last = f" in {self.last}" if self.last else ""

@@ -38,9 +38,9 @@ _SIGNALS = {
 
 
 def folder_of_job(agent: int) -> str:
-    """A new folder for the ranks of this host, whose processes `agent` has started. Errors: OSError.
+    """A new folder for the ranks that `agent` has started on this host. Errors: OSError.
 
-    The folders of earlier jobs are removed whose ranks all died at once, so that none was left to do so.
+    It removes the folders of earlier jobs whose ranks all died at once, with no rank left to remove them.
     """
     # A process has its number in one namespace of one host; others may share the folder of temporary files.
     namespace = os.stat("/proc/self/ns/pid").st_ino if Path("/proc/self/ns/pid").exists() else 0
@@ -120,7 +120,7 @@ class Traces:
         return crash.line_of_running(crash.stack(self._stacks))
 
     def dead(self, table: StatusTable, exit_code: int | None = None) -> Outcome:
-        """The outcome of a rank whose process has ended; a crash tells its exit code."""
+        """The outcome of a rank after its process has ended; a crash tells its exit code."""
         status, stack = table.status(self._rank), crash.stack(self._crash)
         fatal = _FATAL.search(stack)
         if exit_code is None and fatal is not None and fatal[1] in _SIGNALS:

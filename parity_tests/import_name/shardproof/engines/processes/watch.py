@@ -66,7 +66,7 @@ class RankHandle:
 
 
 class _Stillness:
-    """Seconds since the status table last changed, and seconds in which the ranks have done no work either.
+    """Seconds since the status table last changed, and seconds without any work of the ranks.
 
     Ranks that move a large tensor all wait, and the status table shows no progress; but one of their threads always
     runs, or is ready to. A waiting rank has one thread per group that polls for messages 200 times a second: together
@@ -133,7 +133,7 @@ class Watch:
         while self._pending():
             self._receive(TICK_S)
             now = time.monotonic()
-            step, last = min(now - last, 2 * TICK_S), now  # time in which the parent itself was delayed does not count
+            step, last = min(now - last, 2 * TICK_S), now  # a delay of the parent itself does not count
             if deadline is None and self._has_failed():
                 deadline = now + COLLECT_S
             if deadline is not None and now >= deadline:
