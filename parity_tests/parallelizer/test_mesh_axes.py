@@ -1,4 +1,4 @@
-"""Which axis plays which part, in both generations of names."""
+"""Meshes whose axes are flattened already, and names of axes that are rejected; `test_axes_of_ranks` has the others."""
 
 import pytest
 import torch
@@ -11,93 +11,6 @@ from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 def on_ranks(body, mesh, engine="lockstep"):
     return run(lambda view, case: body(view.device_mesh), CaseSpec(scheme="axes", mesh=mesh), engine).results
-
-
-def names_and_ranks(mesh):
-    return None if mesh is None else (mesh.mesh_dim_names, mesh.mesh.tolist())
-
-
-def parts(mesh):
-    axes = mesh_axes(mesh)
-    return (
-        names_and_ranks(axes.fsdp_mesh),
-        names_and_ranks(axes.tp_mesh),
-        names_and_ranks(axes.loss_mesh),
-        axes.data_size,
-        axes.shard_size,
-    )
-
-
-CASES = [
-    # sizes; from rank 0: FSDP's mesh, tp, the loss's ranks, how many ranks of data, of shards
-    ({"dp_shard": 2}, ((("dp_shard",), [0, 1]), None, (("dp_shard",), [0, 1]), 2, 2)),
-    ({"data_parallel": 2}, ((("data_parallel",), [0, 1]), None, (("data_parallel",), [0, 1]), 2, 2)),
-    (
-        {"dp_shard": 2, "cp": 2, "tp": 2},
-        ((("dp_shard_cp",), [0, 2, 4, 6]), (("tp",), [0, 1]), (("dp_cp",), [0, 2, 4, 6]), 4, 4),
-    ),
-    (
-        {"data_parallel": 2, "context_parallel": 2, "tensor_parallel": 1},
-        ((("dp_cp",), [0, 1, 2, 3]), (("tensor_parallel",), [0]), (("dp_cp",), [0, 1, 2, 3]), 4, 4),
-    ),
-    (
-        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-        ((("dp_replicate", "dp_shard"), [[0, 2], [4, 6]]), (("tp",), [0, 1]), (("dp_cp",), [0, 2, 4, 6]), 4, 2),
-    ),
-    (
-        {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
-        ((("dp_replicate", "dp_shard_cp"), [[0, 1], [2, 3]]), None, (("dp_cp",), [0, 1, 2, 3]), 4, 2),
-    ),
-    ({"dp_replicate": 1, "dp_shard": 2, "cp": 1}, ((("dp_shard",), [0, 1]), None, (("dp_cp",), [0, 1]), 2, 2)),
-    ({"pp": 2, "cp": 2}, ((("cp",), [0, 1]), None, (("cp",), [0, 1]), 2, 2)),
-    ({"dp_shard_cp": 2, "tp": 2}, ((("dp_shard_cp",), [0, 2]), (("tp",), [0, 1]), (("dp_shard_cp",), [0, 2]), 2, 2)),
-    ({"dp_cp": 2, "tp": 1}, ((("dp_cp",), [0, 1]), (("tp",), [0]), (("dp_cp",), [0, 1]), 2, 2)),
-    ({"cp": 2, "dp_shard": 2}, ((("dp_shard_cp",), [0, 1, 2, 3]), None, (("dp_cp",), [0, 1, 2, 3]), 4, 4)),
-    (
-        {"dp_replicate": 2, "tp": 2},
-        ((("dp_replicate", "dp_shard_cp"), [[0], [2]]), (("tp",), [0, 1]), (("dp_replicate",), [0, 2]), 2, 1),
-    ),
-    ({"tp": 2}, ((("dp_shard_cp",), [0]), (("tp",), [0, 1]), (("dp_shard_cp",), [0]), 1, 1)),
-    ({"ep": 2}, ((("ep",), [0, 1]), None, (("ep",), [0, 1]), 2, 2)),
-    ({"dp_shard": 2, "ep": 1}, ((("dp_shard",), [0, 1]), None, (("dp_shard",), [0, 1]), 2, 2)),
-    (
-        {"dp_shard": 2, "ep": 2, "tp": 2},
-        ((("dp_shard_cp_ep",), [0, 2, 4, 6]), (("tp",), [0, 1]), (("dp_cp_ep",), [0, 2, 4, 6]), 4, 4),
-    ),
-    (
-        {"dp_replicate": 2, "ep": 2},
-        ((("dp_replicate", "ep"), [[0, 1], [2, 3]]), None, (("dp_cp_ep",), [0, 1, 2, 3]), 4, 2),
-    ),
-    ({"dp_cp": 2, "ep": 2}, ((("dp_shard_cp_ep",), [0, 1, 2, 3]), None, (("dp_cp_ep",), [0, 1, 2, 3]), 4, 4)),
-]
-
-
-@pytest.mark.parametrize(("mesh", "want"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_parts(mesh, want):
-    assert on_ranks(parts, mesh)[0] == want
-
-
-OF_EXPERTS = [
-    # sizes; from rank 0: the mesh that experts are sharded over, and FSDP's mesh of the ranks with the same experts
-    ({"ep": 2}, ((("ep",), [0, 1]), (("dp_shard_cp",), [0]))),
-    ({"dp_shard": 2, "ep": 2, "tp": 2}, ((("ep", "tp"), [[0, 1], [2, 3]]), (("dp_shard",), [0, 4]))),
-    ({"tp": 2, "ep": 2}, ((("tp", "ep"), [[0, 1], [2, 3]]), (("dp_shard_cp",), [0]))),
-    (
-        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-        ((("ep",), [0, 1]), (("dp_replicate", "dp_shard"), [[0, 2], [4, 6]])),
-    ),
-    ({"dp_shard": 2, "ep": 1}, ((("ep",), [0]), (("dp_shard",), [0, 1]))),
-    ({"dp_shard": 2}, (None, (("dp_shard",), [0, 1]))),
-]
-
-
-@pytest.mark.parametrize(("mesh", "want"), OF_EXPERTS, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_parts_of_experts(mesh, want):
-    def body(device_mesh):
-        axes = mesh_axes(device_mesh)
-        return names_and_ranks(axes.expert_mesh), names_and_ranks(axes.edp_mesh)
-
-    assert on_ranks(body, mesh)[0] == want
 
 
 def test_ranks_of_ep_shard_are_rejected():
