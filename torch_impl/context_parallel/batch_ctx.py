@@ -250,7 +250,7 @@ def padded_rows(
     batch: dict[str, Any],
     loss_mask: Tensor | None,
     multiple: int,
-    fills: Mapping[str, float],
+    fills: Mapping[str, float | int],
     seq_dims: Mapping[str, int],
     argument: str = BUFFERS,
 ) -> PaddedRows:
@@ -316,7 +316,7 @@ def _full_batch(
     return full, padding_mask is not None
 
 
-def _pad_right(name: str, x: Tensor, dim: int, shape: tuple[int, int], more: int, fill: float) -> Tensor:
+def _pad_right(name: str, x: Tensor, dim: int, shape: tuple[int, int], more: int, fill: float | int) -> Tensor:
     """A new tensor with `more` positions of `fill` on the right of `dim`."""
     # Positions continue from the last one of each row, and a single row for all is expanded to every row.
     if name == "position_ids":

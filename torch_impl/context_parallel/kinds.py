@@ -90,7 +90,7 @@ class _Layout:
 
 Batch = Annotated[dict[str, Any], _Batch()]
 SeqDims = Annotated[dict[str, int], _SeqDims()]
-Fills = Annotated[dict[str, float], _Fills()]
+Fills = Annotated[dict[str, float | int], _Fills()]
 OneTensor = Annotated[Tensor, Instance(Tensor, "pass a Tensor", shows_value=False)]
 CpMesh = Annotated[DeviceMesh, _CpMesh()]
 NamedMesh = Annotated[DeviceMesh, _NamedMesh()]

@@ -248,5 +248,5 @@ Groups = Annotated[
 ]
 Module = Annotated[nn.Module, Instance(nn.Module, "pass a torch.nn.Module", shows_value=False)]
 Dtype = Annotated[torch.dtype, Instance(torch.dtype, "pass a torch.dtype")]
-Device = Annotated[torch.device, DeviceKind()]
+Device = Annotated[torch.device | str, DeviceKind()]
 Mesh = Annotated[DeviceMesh, Instance(DeviceMesh, "pass a torch DeviceMesh", shows_value=False)]

@@ -177,7 +177,7 @@ class MambaContextParallel(MixerStrategy):
         groups = state.unflatten(-1, (self.sizes.n_groups, -1))
         return groups.repeat_interleave(self.group_repeat_count, dim=-2).flatten(-2)
 
-    def _slice_vector_param(self, param: Shaped[Tensor, " h"]) -> Shaped[Tensor, " l"]:
+    def _slice_vector_param(self, param: Shaped[Tensor, "h *e"]) -> Shaped[Tensor, "l *e"]:
         """This rank's block of a vector with one or more numbers per head. A view."""
         if len(param) % self.sizes.num_heads:
             raise ValueError(f"mamba.{self.name}: param is {list(param.shape)}; there are {self.sizes.num_heads} heads")

@@ -95,7 +95,7 @@ class MixerStrategy:
         """A_log of this rank's heads, [heads]; slices `A_log` instead if it is passed."""
         return self._slice_vector_param(self._parameter("A_log") if A_log is None else A_log)
 
-    def get_D(self, D: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
+    def get_D(self, D: Float[Tensor, "h *e"] | None = None) -> Float[Tensor, "l *e"]:
         """D of this rank's heads: [heads], or [heads * head_dim] if D has one number per channel.
 
         Slices `D` instead if it is passed.
@@ -107,7 +107,7 @@ class MixerStrategy:
         conv = self.get_conv1d_weight(), self.get_conv1d_bias()
         return SsmParameters(*conv, self.get_dt_bias(), self.get_A_log(), self.get_D())
 
-    def _slice_vector_param(self, param: Shaped[Tensor, " h"]) -> Shaped[Tensor, " l"]:
+    def _slice_vector_param(self, param: Shaped[Tensor, "h *e"]) -> Shaped[Tensor, "l *e"]:
         """This rank's shard of a vector over heads; all of it unless a strategy shards the heads."""
         return param
 

@@ -89,7 +89,7 @@ def split_model(
     axis: str,
     rule: Rule | None,
     placement: list[int] | None,
-    device: torch.device,
+    device: Device,
     module_names_per_stage: list[list[str]] | None,
     layers_per_stage: int | None,
     patch_inner: bool,

@@ -441,6 +441,6 @@ def _shard_sequence(
     return layout.shard(padded, dim), layout.local_index, padded.shape[dim]
 
 
-def _pad(x: Tensor, dim: int, more: int, fill: float) -> Tensor:
+def _pad(x: Tensor, dim: int, more: int, fill: float | int) -> Tensor:
     """`x` with `more` positions of `fill` on the right of `dim`."""
     return F.pad(x, [*[0, 0] * (x.ndim - 1 - dim), 0, more], value=fill) if more else x
