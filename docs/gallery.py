@@ -133,7 +133,7 @@ def files() -> dict[str, bytes]:
 
 
 def shown(name: str, caption: str) -> str:
-    """The lines that show a file of docs/images, and the dark one beside it if there is one."""
+    """The lines that show a file of docs/images, with its dark twin if there is one."""
     path = f"images/{name}"
     if not (ROOT / "docs" / path).exists():
         return "Not drawn in this build, since it takes minutes.\n"

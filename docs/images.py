@@ -25,7 +25,7 @@ EXAMPLES = 8  # of each scheme, as the command draws by default
 
 
 def spec() -> Any:
-    """A scheme's input and output: who holds which position, and what the other axes promise."""
+    """A scheme's input and output: the rank of each position, and the promises of the other axes."""
     axes = ("cp", "tp")
     tensors = {"logits": parse("b s/cp:dual_chunk_swap v/tp", axes), "-> logprob": parse("b s tp=I cp=R", axes)}
     return figure(tensors, {"b": 2, "s": 16, "v": 12}, {"cp": 4, "tp": 2})
@@ -51,7 +51,7 @@ def crossovers() -> Any:
 
 
 def tour() -> Any:
-    """What `shardproof tour` verifies."""
+    """The verdicts of `shardproof tour`."""
     return _toured().figure()
 
 

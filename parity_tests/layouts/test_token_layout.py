@@ -1,4 +1,4 @@
-"""The layout of one batch: goldens typed by hand, both ways to state it alike, and rejections."""
+"""The layout of one batch: goldens typed by hand, two ways to state the same layout, and rejections."""
 
 from itertools import accumulate, pairwise
 
@@ -53,7 +53,7 @@ def test_golden_packed():
     assert layout.local_cu.tolist() == [0, 2, 6]
     assert layout.original_length == 11
     assert TokenLayout.packed([0, 4, 8], [0, 4, 5], cp_size=2, cp_rank=0).original_length == 5
-    for cu in ([0, 4, 8], torch.tensor([0, 4, 8])):  # one of both may be a tensor
+    for cu in ([0, 4, 8], torch.tensor([0, 4, 8])):  # offsets as a list and as a tensor
         for real in ([0, 4, 4], torch.tensor([0, 4, 4])):
             assert TokenLayout.packed(cu, real, cp_size=2, cp_rank=0).original_length == 4
     assert layout.cu_padded.dtype == layout.cu_real.dtype == layout.local_cu.dtype == torch.int32
@@ -193,7 +193,7 @@ Tables = tuple[Row, Row, Bool[Tensor, " t"], Row, Int[Tensor, " n"]]
 
 
 def tables(ids, padded, real, mesh) -> tuple[Array, ...]:
-    """Position g stands in the sequence that as many ends lie at or before; its rank counts chunks from both ends."""
+    """The sequence of position g is the number of ends at or before g; its rank counts chunks from both ends."""
     g = jnp.arange(ids.shape[1])
     sequence = (padded[1:][None, :] <= g[:, None]).sum(1)
     position = g - padded[sequence]
@@ -210,14 +210,14 @@ def tables(ids, padded, real, mesh) -> tuple[Array, ...]:
     **{**PACKED, "draw": {**PACKED["draw"], "ids": integers(0, 9)}},
 )
 def tables_of_layout(mesh, ids, padded, real, validate) -> Tables:
-    """A layout copies its offsets: writing into the caller's later does not change it."""
+    """A layout copies its offsets: later writes into the caller's tensor do not change it."""
     offsets = padded.clone().int(), real.clone().int()
     sizes = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     layout = TokenLayout.packed(*offsets, total=ids.shape[1], validate=validate, **sizes)
     for each in offsets:
         each.fill_(0)
     ranks = torch.tensor([int(rank) for rank in layout.draw().replace("|", "")]).to(ids)
-    assert layout.local_cu.dtype == torch.int32  # as attention's kernels take offsets
+    assert layout.local_cu.dtype == torch.int32  # attention's kernels take offsets of this dtype
     by_token = layout.position_ids, layout.sequence_ids, layout.padding_mask, ranks
     return *(layout.shard(x, 0) for x in by_token), layout.local_cu.to(ids)
 
@@ -257,7 +257,7 @@ StreamTables = tuple[Row, Row, Bool[Tensor, " t"], Int[Tensor, "r n"], Row]
 
 
 def computed_tables(mesh, ids, padded, real, prefix_of, is_rebound, fill, kind):
-    """Of this rank's layout, or of one for a single rank that is bound to this one."""
+    """The tables of this rank's layout; or of a single rank's layout, bound to this rank."""
     place = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     built = dict(cp_size=1, cp_rank=0) if is_rebound else place
     offsets = with_fill(padded, fill), with_fill(real, fill)
@@ -299,7 +299,7 @@ def up_to_the_last_token(x, padded, real):
     **PACKED,
 )
 def trimmed_by_layout(mesh, x, padded, real, fill, validate):
-    """Trimmed, and filled up again to one size."""
+    """Trimmed, then filled up to a common size."""
     total = mesh.total("t")
     trimmed = packed_layout(mesh, padded, real, fill=fill, total=total, validate=validate).unshard(
         x, 1, mesh["cp"], trim=True
@@ -322,7 +322,7 @@ def in_blocks_of(lengths):
 
 
 def in_all_orders(x, y):
-    """The last three of x are padding, which each layout knows."""
+    """The last three positions of x are padding, and each layout knows that."""
     real = jnp.where(jnp.arange(len(x)) < len(x) - 3, x, 0)
     return (*[real] * len(DENSE), *[x] * len(DENSE), *[y] * 4)
 
@@ -338,7 +338,7 @@ def in_all_orders(x, y):
     rank_options={"is_rebound": (False, True)},
 )
 def sharded_by_dense_layouts(mesh, x, y, is_rebound) -> tuple[Row, Row, Row, Row, Row, Row, Row, Row, Row, Row]:
-    """By a layout, which may have been one of a single rank, and by the positions of this rank."""
+    """By a layout, bound from a single rank's or not, and by the positions of this rank."""
     n, rank = mesh.size("cp"), mesh.rank("cp")
     ranks, counts = dict(cp_size=n, cp_rank=rank, device=x.device), steep_lengths(len(y), n)
     first = ranks | {"cp_size": 1, "cp_rank": 0} if is_rebound else ranks
@@ -419,7 +419,7 @@ def test_layouts_without_reordering_are_marked():
 
 @pytest.mark.parametrize("kind", ["contiguous", "dual_chunk_swap", "ragged", "striped", "packed"])
 def test_a_layout_made_in_inference_serves_training(kind):
-    """With all that is derived from it; shared rows are saved for backward."""
+    """With everything that is derived from it; rows that layouts share are saved for backward."""
 
     def body(mesh, case):
         sizes = dict(cp_size=2, cp_rank=mesh.rank("cp"))

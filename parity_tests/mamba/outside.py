@@ -28,7 +28,7 @@ def is_installed() -> bool:
 
 @cache
 def outside() -> SimpleNamespace:
-    """Their modules, by short names."""
+    """The modules of both packages, by short names."""
     with _without_compiled_modules():
         return SimpleNamespace(
             scan=import_module("mamba_ssm.ops.triton.ssd_combined"),

@@ -1,4 +1,4 @@
-"""Adapters under tp, sequence parallelism and FSDP: values, every gradient, what is frozen, merged and rejected."""
+"""Adapters under tp, sequence parallelism and FSDP: values, every gradient, frozen and merged weights, rejections."""
 
 import re
 from functools import partial
@@ -55,7 +55,7 @@ def adapted_layer(weight, bias, a, b, magnitude, is_bias_trained=False):
 
 
 def merged_twice(layer):
-    """The full weight of a layer that is merged, and merged again; and then unmerged."""
+    """The full weight of a layer after two merges, and after it is unmerged."""
     merged = to_cpu(merge_lora(merge_lora(layer)).weight).detach().clone()
     return merged, to_cpu(unmerge_lora(layer).weight).detach()
 
@@ -93,7 +93,7 @@ NORMAL = values("normal")
 
 
 def of_layer(has_magnitude):
-    """The declaration of one layer that takes and returns what is whole."""
+    """The declaration of one layer with full inputs and outputs."""
     inputs = {"x": "b i tp=I", **ADAPTER} | ({"magnitude": "o tp=I"} if has_magnitude else {})
     floats = {**inputs, "cotangent": "b o tp=I", "weights": "n tp=I"}
     gradients = ("b i tp=I", "o tp=I", "r i tp=I", "o r tp=I") + (("o tp=I",) if has_magnitude else ())
@@ -143,7 +143,7 @@ MERGED = shape(("weight", "o i"), ("a", "r i"), ("b", "o r"), ("magnitude", "o")
     **{**DECLARED, "sums": "float32"},
 )
 def merged_layer(mesh, weight, a, b, magnitude, dora, style):
-    """A sum that is rounded once, beside the layers' products, which may store theirs."""
+    """The merged weight is rounded once; the products of the layers above may be stored on their way."""
     layer = adapted_layer(weight, None, a, b, magnitude if dora else None)
     return merged_twice(styled(mesh, layer, {"": style}))
 
@@ -194,7 +194,7 @@ def of_pair(rows, dims):
 def lora_pair(
     mesh, x, up, up_a, up_b, up_m, down, down_a, down_b, down_m, bias, cotangent, weights, dora, is_bias_trained, times
 ):  # fmt: skip
-    """Column-wise, then row-wise, between them this rank's columns."""
+    """Column-wise, then row-wise; between them a rank has its own columns."""
     adapters = (up_a, up_b, up_m), (down_a, down_b, down_m)
     plan = {"up": "colwise", "down": "rowwise"}
     return of_styled_pair(mesh, plan, x, up, down, adapters, bias, cotangent, weights, dora, is_bias_trained, times)
@@ -237,14 +237,14 @@ RANK = 3
 
 
 def model_with_adapters(chosen, dora):
-    """The model of a family; every projection of its layers has an adapter, whose values its name gives."""
+    """The model of a family, with an adapter of drawn values in every projection."""
     model = model_of(chosen)
     add_lora(model, [f"model.layers.*.*.{name}" for name in ALL], rank=RANK, alpha=ALPHA, dora=dora)
     return with_values(model)
 
 
 def with_values(model):
-    """A and B of each adapter drawn by their number, and each magnitude near the norms that it begins with."""
+    """A and B of each adapter are drawn, with their number as seed; magnitudes are drawn near the norms."""
     for number, (name, parameter) in enumerate(trained(model)):
         generator = torch.Generator().manual_seed(number)
         drawn = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator) / 4
@@ -315,7 +315,7 @@ RUNS = [
     ("llama", {"dp_shard": 2}, True, RECOMPUTED),
     ("llama", {"dp_shard": 1, "tp": 2}, True, {**SEQUENCES, **RECOMPUTED}),
     ("qwen3", {"dp_replicate": 2, "dp_shard": 2}, False, {}),
-    ("qwen3", {"dp_shard": 1, "tp": 4}, True, {}),  # fewer heads of keys than ranks
+    ("qwen3", {"dp_shard": 1, "tp": 4}, True, {}),  # more ranks than heads of keys
     ("qwen3", {"dp_shard": 1, "tp": 2}, True, SEQUENCES),
     ("gemma", {"dp_shard": 1, "tp": 2}, False, {}),
     ("gemma", {"dp_shard": 2, "tp": 2}, True, {}),
@@ -325,12 +325,12 @@ RUNS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh", "dora", "switches"), RUNS)
-def test_gradients_of_adapters_are_those_of_one_device(family, mesh, dora, switches):
+def test_gradients_equal_one_devices(family, mesh, dora, switches):
     check_family(family, mesh, dora, **switches)
 
 
 @pytest.mark.slow
-def test_gradients_of_adapters_on_processes():
+def test_gradients_equal_one_devices_on_processes():
     chosen, mesh = Chosen("qwen3"), {"dp_shard": 1, "tp": 2}
     ids, targets = batch(chosen, 4, 4)
     _, want = whole_gradients(chosen, True, ids, targets)
@@ -351,11 +351,11 @@ def small(dora=False):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(dora):
+def test_a_new_adapter_changes_no_output_and_is_trained_alone(dora):
     model, x = small(dora), torch.randn(4, 3, dtype=torch.float64)
     layer = model["up"]
     plain = F.linear(x, layer.weight, layer.bias)
-    assert torch.equal(layer(x), plain)  # the adapter adds 0, and the magnitude is the norm that it is divided by
+    assert torch.equal(layer(x), plain)  # the adapter adds 0, and the magnitude equals the norm, its divisor
     names = {f"{name}.{leaf}" for name in ("up", "down") for leaf in TRAINED[: 2 + dora]}
     assert {name for name, _ in trained(model)} == names
 
@@ -372,7 +372,7 @@ def merged_on_ranks(mesh, dora):
         fsdp2_strategy_parallelize(net, view.device_mesh, tp_shard_plan={f"net.{k}": v for k, v in plan.items()})
         before = net(x).detach()
         merge_lora(net)
-        merge_lora(net)  # what is merged stays as it is
+        merge_lora(net)  # a second merge changes nothing
         weights = {name: to_cpu(model[name].weight).detach().clone() for name in names}
         after = net(x).detach()
         unmerge_lora(net)
@@ -396,7 +396,7 @@ MERGED_ON = [{"dp_shard": 1, "tp": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 4}
 
 @pytest.mark.parametrize("mesh", slow_but(MERGED_ON[1:2], MERGED_ON), ids=str)
 @pytest.mark.parametrize("dora", [False, True])
-def test_merged_weights_are_those_of_one_device_and_unmerged_to_the_bit(mesh, dora):
+def test_merged_weights_equal_one_devices_and_are_unmerged_to_the_bit(mesh, dora):
     bridge.start()
     model = with_values(small(dora))
     want, base = {}, {name: model[name].weight.detach().clone() for name in ("up", "down")}

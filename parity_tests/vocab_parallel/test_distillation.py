@@ -1,4 +1,4 @@
-"""Parity of vocab_parallel.distillation: two choices of the softmax, with and without entropy, over five routes."""
+"""Parity of vocab_parallel.distillation: both softmaxes, with and without entropy, by five routes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ from torch_impl import vocab_parallel as vp
 
 
 def whole_distillation(student, teacher, ids, zero_outside_topk, calculate_entropy):
-    """The reference, with zeros in place of an entropy that is not asked for: a scheme's outputs are of one number."""
+    """The reference; without `with_entropy` the entropy is zeros, since a scheme always has the same outputs."""
     s, t, h = distillation(student, teacher, ids, zero_outside_topk, calculate_entropy)
     return s, t, jnp.zeros(s.shape[:2]) if h is None else h
 
@@ -31,7 +31,7 @@ def three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups):
 
 
 def cost(has_group, has_cp, asks_widths):
-    """One exchange over tp, the widths, and one gather over cp whose adjoint is the one collective of backward."""
+    """Over tp one exchange and the widths; over cp one gather, and its adjoint as the only collective of backward."""
 
     def of(c):
         n, k, a = c.b * c.f // getattr(c, "cp", 1), c.k, c.accumulator_itemsize
@@ -52,7 +52,7 @@ def cost(has_group, has_cp, asks_widths):
 
 
 def is_no_id(case, inputs):
-    """Of each id but those of the last position, whether it is outside the vocabulary."""
+    """Whether each id is outside the vocabulary, for all positions but the last."""
     return ignored("ids")(case, inputs)[:, : case.u]
 
 
@@ -182,7 +182,7 @@ def test_every_combination(route, zero_outside_topk, calculate_entropy):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("v", [5, 7])
 def test_dtensor_shards_that_are_uneven(v, tp):
-    """Declared here: only DTensor's sharding can be said by a DTensor, which no draw of lengths knows."""
+    """A scheme of its own: a DTensor can state only DTensor's own sharding, and no draw of lengths has that."""
 
     @scheme(mesh={"tp": (2, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, False), **DECLARED)
     def distillation_of_uneven_dtensor(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
@@ -223,7 +223,7 @@ def test_masked_columns_and_out_of_vocabulary_ids(route, zero_outside_topk):
 
 
 def test_over_all_ids_both_choices_are_one():
-    """k = V: the sum over the k ids is that over the full vocabulary, term by term in the same order."""
+    """k = V: the sum over the k ids equals the sum over the vocabulary, term by term in the same order."""
     student, teacher = torch.from_numpy(normal(2, 4, 6)).float(), torch.from_numpy(normal(2, 4, 6, key=18)).float()
     ids = torch.arange(6).expand(2, 4, 6)
     inside, outside = (alone(student, teacher, ids, zero_outside_topk=choice) for choice in (False, True))
@@ -232,7 +232,7 @@ def test_over_all_ids_both_choices_are_one():
 
 
 def test_over_k_the_probabilities_add_up_to_one():
-    """Logits of 0 and of -inf: the probabilities are powers of two, and so exact."""
+    """Logits of 0 and -inf: the probabilities are powers of two, which are exact."""
     student = torch.zeros(1, 3, 8)
     student[..., 5] = -torch.inf
     ids = torch.tensor([[[0, 1, 2, 3, 5], [4, 6, 7, 0, -100], [0, 0, 0, 0, 0]]])
@@ -259,7 +259,7 @@ def test_the_last_position_has_no_part():
 @pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 1), (2, 2)])
 def test_a_dropped_row_of_nan_reaches_no_gradient(cp, tp, zero_outside_topk, calculate_entropy):
     full, teacher = torch.from_numpy(normal(1, 8, 6 * tp)), torch.from_numpy(normal(1, 8, 2, key=18))
-    full[:, -2:] = torch.nan  # the last position of the ids, and one of padding
+    full[:, -2:] = torch.nan  # the last position of the ids, and a padding position
     ids = torch.arange(14).view(1, 7, 2) * 5 % (6 * tp)
 
     def body(mesh, case):
@@ -313,6 +313,6 @@ def test_keeps_the_logits_by_reference_and_nothing_else_of_their_size(v, zero_ou
     ((references, saved_bytes),) = run(body, CaseSpec(scheme="distillation", mesh={"tp": 1})).results
     joint = 2 * 4 * (8 + 4 * 3 + 4 * calculate_entropy)
     over_k = 2 * 4 * (4 * 3 + 8 + 4 * 3)  # its own k logits, their normaliser and their slots
-    selected = 2 * 4 * 3  # which of them are asked for
+    selected = 2 * 4 * 3  # the ids that are asked for
     assert references == (zero_outside_topk or calculate_entropy)
     assert saved_bytes <= joint + (0 if zero_outside_topk else over_k + selected)

@@ -1,4 +1,4 @@
-"""docs/beliefs.md: what share of the wrong beliefs is caught, by component, and each survivor with its reason."""
+"""docs/beliefs.md: the share of wrong beliefs that is caught, by component, and each survivor with its reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def verdicts(journal: Journal, beliefs: Sequence[Belief] = BELIEFS) -> list[Verdict]:
-    """What the journal says of the beliefs that are not equivalent."""
+    """The journal's verdict on each belief that is not equivalent."""
     return [_verdict(belief, journal.of(of_bug(belief).key)) for belief in beliefs if not belief.equivalent]
 
 
@@ -72,7 +72,7 @@ def _verdict(belief: Belief, record: dict[str, Any]) -> Verdict:
 
 
 def closing(all_verdicts: Sequence[Verdict]) -> list[str]:
-    """The figures, in sentences; of those that drawn cases were tried on."""
+    """The figures in sentences, for beliefs that drawn cases were tried on."""
     tried = [each for each in all_verdicts if each.is_tried]
     drawn = sum(bool(each.drawn) for each in tried)
     lines = [
@@ -89,7 +89,7 @@ def closing(all_verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def is_promised(all_verdicts: Sequence[Verdict]) -> bool:
-    """Whether all are judged, and as many caught as promised."""
+    """Whether all beliefs are judged, and as many caught as promised."""
     total = len(all_verdicts)
     drawn, survivors = sum(bool(each.drawn) for each in all_verdicts), sum(each.survives for each in all_verdicts)
     return (
@@ -113,7 +113,7 @@ def _row(name: str, group: Sequence[Verdict]) -> tuple[str, ...]:
 
 
 def _with_tests(tried: Sequence[Verdict]) -> str:
-    """The share that drawn cases or tests catch; a bound from below while tests are still to be run."""
+    """The share that drawn cases or tests catch; `at least` while tests are still to be run."""
     caught = share(sum(bool(each.drawn or each.test) for each in tried), len(tried))
     return f"at least {caught}" if any(each.is_open for each in tried) else caught
 

@@ -27,19 +27,19 @@ def test_a_function_that_makes_every_error_0_gives_no_verdict(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name"), [(np.linalg, "norm"), (math, "isfinite"), (jnp, "where"), (builtins, "all")]
 )
-def test_each_is_seen(module, name, monkeypatch):
+def test_a_replaced_function_is_named(module, name, monkeypatch):
     monkeypatch.setattr(module, name, lambda *_, **__: True)
     with pytest.raises(ValueError, match=rf"{module.__name__}\.{name} has been replaced"):
         own_functions.check()
 
 
-# With this answer, every error is below what underflow may take.
+# With this answer, every error is within the allowance for underflow.
 ANSWERS = {"equal": True, "finfo": SimpleNamespace(eps=1e30, tiny=1e30, smallest_normal=1e30, max=1e30)}
 
 
 @pytest.mark.parametrize(("owner", "name"), own_functions.OF_TORCH)
-def test_so_is_what_makes_arrays_of_tensors(owner, name, monkeypatch):
-    """The inputs of the reference are such arrays, and so are the results of the ranks: all would be 0."""
+def test_a_replaced_function_of_torch_gives_no_verdict(owner, name, monkeypatch):
+    """It turns tensors into the arrays that are compared: the reference's inputs and the ranks' results would be 0."""
     before = getattr(owner, name)
     monkeypatch.setattr(
         owner, name, lambda *given, **how: ANSWERS[name] if name in ANSWERS else 0 * before(*given, **how)
@@ -49,6 +49,6 @@ def test_so_is_what_makes_arrays_of_tensors(owner, name, monkeypatch):
         scheme.verify(examples=1, tp=2)
 
 
-def test_what_only_is_added_is_no_replacement(monkeypatch):
-    monkeypatch.setattr(np, "float", float, raising=False)  # as files of before numpy 1.24 do
+def test_a_function_that_is_only_added_replaces_none(monkeypatch):
+    monkeypatch.setattr(np, "float", float, raising=False)  # as in files for a numpy before 1.24
     own_functions.check()

@@ -1,4 +1,4 @@
-"""Outcomes of schemes after an early end: an interrupt of the command, or the death of an earlier process of it."""
+"""Outcomes of schemes after an early end: the command was interrupted, or an earlier process of it died."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardproof.verify_one_case import of_failed_rank
 
 
 def declared_again(targets: list[str], outcome: Outcome) -> list[Declared | FailedDeclaration | FailedImport] | None:
-    """The declarations of the targets; None if only verdicts of an earlier process are to be told.
+    """The declarations of the targets; None if this process only prints the verdicts of an earlier one.
 
     A file may have been edited since that process imported it: if it cannot be imported now, `outcome` says so.
     """
@@ -42,7 +42,7 @@ def declared_again(targets: list[str], outcome: Outcome) -> list[Declared | Fail
 
 
 def add_earlier(outcome: Outcome) -> None:
-    """Add an earlier process's outcomes of schemes that are not declared any more, or not imported again."""
+    """Add the outcomes of an earlier process for schemes that this one does not declare or import again."""
     if journal.current is None:
         return
     outcomes, found, lost = journal.current.of_earlier()
@@ -107,7 +107,7 @@ def remembered(scheme: Declared, judged: Callable[[], Outcome], options: VerifyO
 
 
 def of_death(scheme: Declared, known: tuple[RankFailure, str] | None) -> Report | None:
-    """The report of the rank by whose failure an earlier process has died; None if it died otherwise."""
+    """The report of the rank that failed and so ended an earlier process; None if that process died otherwise."""
     if known is None:
         return None
     failure, text = known

@@ -31,7 +31,7 @@ def checked(
 def _wide_outputs(
     module: str, wide: bool | Sequence[str] | None, outputs: Sequence[Argument], errors: DeclarationErrors
 ) -> tuple[str, ...] | None:
-    """The outputs that are float32 or wider: the keyword's, or else those that the module or its packages declare.
+    """The outputs that are float32 or wider: from the keyword, or else from the module or its packages.
 
     Errors: for a text, or a name that no output has.
     """

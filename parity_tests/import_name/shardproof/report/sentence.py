@@ -1,4 +1,4 @@
-"""A line of words: a terminal breaks it between words at LINE columns and indents the rest like its start."""
+"""Sentences: a terminal breaks a line between words at LINE columns, and indents the rest a little more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BELOW = " " * 4  # where the rest of a row begins
 
 @dataclass(frozen=True)
 class Sentence:
-    """One or several lines, each with its own indentation; not broken in a file, so that it can be searched."""
+    """One or several lines, each with its own indentation. A file has them unbroken, so that a search finds them."""
 
     text: str
     style: str = ""
@@ -31,7 +31,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of columns; a narrow terminal breaks its last column at a comma, and indents what follows."""
+    """A line of columns; a narrow terminal breaks the last column at commas, and indents the rest."""
 
     text: str
     style: str = ""
