@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shardproof.cost.placement import Placement
 from shardproof.cost.sheet import Algorithm, Sheet
+from shardproof.engines.ledger import MESSAGES
 
 # For a ring over n ranks: steps, and bytes sent per byte of a rank's input.
 RINGS = {
@@ -26,7 +27,6 @@ DIRECT = {
     "scatter": lambda n: (n - 1, (n - 1) / n),
     "gather": lambda n: (n - 1, n - 1.0),  # for the root, which receives from all
 }
-MESSAGES = ("send", "recv")
 OPS = (*RINGS, *DIRECT, *MESSAGES)
 
 

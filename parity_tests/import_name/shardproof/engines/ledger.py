@@ -26,6 +26,7 @@ def _folder_of(package: str) -> str:
     return str(Path(spec.origin).parent)
 
 
+MESSAGES = ("send", "recv")
 PHASES = {"forward": "fwd", "backward": "bwd"}  # phases of a declared cost, and their names in a row
 _PYTHON = str(Path(contextlib.__file__).parent)
 _TORCH = _folder_of("torch")

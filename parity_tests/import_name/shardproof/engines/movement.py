@@ -11,9 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardproof.engines.ledger import Ledger, LedgerRow
-
-MESSAGES = ("send", "recv")
+from shardproof.engines.ledger import MESSAGES, Ledger, LedgerRow
 
 
 @dataclass(frozen=True)

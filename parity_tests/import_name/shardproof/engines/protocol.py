@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.counted import counted
 from shardproof.engines.failure import CollectiveMismatch
-from shardproof.engines.ledger import CallSite, Finding, Ledger, LedgerRow
-
-MESSAGES = ("send", "recv")
+from shardproof.engines.ledger import MESSAGES, CallSite, Finding, Ledger, LedgerRow
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], note
 
     def edits(clearest: Report) -> Iterable[Edit]:
         needs_ranks = not _needs_no_ranks(scheme, report, clearest)
-        if not _wrong_outputs(report):
+        if not wrong_outputs(report):
             of_writes = _of_writes(scheme, clearest, in_backwards)
             return chain(of_writes, _of_backwards(scheme, clearest)) if needs_ranks else of_writes
         of_writes = _of_writes(scheme, clearest, in_mode)
@@ -89,7 +89,7 @@ def name_edits_of_two(scheme: Declared, report: Report, failing: Sequence[Report
     """
 
     def edits(clearest: Report) -> Iterable[Edit]:
-        if not _wrong_outputs(report) or _needs_no_ranks(scheme, report, clearest):
+        if not wrong_outputs(report) or _needs_no_ranks(scheme, report, clearest):
             return ()
         return _of_two_operations(scheme, clearest)
 
@@ -104,7 +104,7 @@ def _named(
     edits_of: Callable[[Report], Iterable[Edit]],
 ) -> dict[str, Any]:
     by_label = dict(notes)
-    wrong = _wrong_outputs(report) or [tensor.label for tensor in report.tensors if not tensor.ok]
+    wrong = wrong_outputs(report) or [tensor.label for tensor in report.tensors if not tensor.ok]
     unnamed = [label for label in wrong if not any(map(_names_a_cause, notes.get(label, ())))]
     if not unnamed or SPARE in report.case.mesh:
         return by_label
@@ -127,7 +127,7 @@ def _names_a_cause(note: Note) -> bool:
     return names_a_number(note) or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: "))
 
 
-def _wrong_outputs(report: Report) -> list[str]:
+def wrong_outputs(report: Report) -> list[str]:
     return [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
 
 

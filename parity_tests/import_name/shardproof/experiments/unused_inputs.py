@@ -20,6 +20,8 @@ from shardproof.declare.draws import Draw
 from shardproof.draw import inputs
 from shardproof.endings.raised import none_if_raised
 from shardproof.engines.program import Program
+from shardproof.experiments.edited_programs import wrong_outputs
+from shardproof.experiments.input_edits import IN_ANY_ORDER
 from shardproof.explain.note import OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.judge.compare import TensorComparison
@@ -30,7 +32,6 @@ UNUSED = "no output of the function depends on "
 UNUSED_HERE = " of the function does not depend on "  # an output, where another one does
 MOST_CASES = 3  # a case may have few elements, or all of one value
 MOST_VALUES = 2  # of an input in each case
-IN_ANY_ORDER = ("float", "ids", "mask", "integers")  # kinds of draws with values that are valid in any order
 SEQUENCES = ("lengths", "offsets")
 Notes = Mapping[str, tuple[Note, ...]]
 
@@ -41,7 +42,7 @@ def name_unused_inputs(scheme: Declared, report: Report, failing: Sequence[Repor
     Cost: up to MOST_CASES * MOST_VALUES runs for each input.
     """
     by_label = dict(notes)
-    unnamed = [label for label in _wrong_outputs(report) if all(map(_says_a_place, notes.get(label, ())))]
+    unnamed = [label for label in wrong_outputs(report) if all(map(_says_a_place, notes.get(label, ())))]
     if not unnamed:
         return by_label
     clearest = sorted([report, *failing], key=lambda other: -sum(tensor.want.size for tensor in other.tensors))
@@ -62,10 +63,6 @@ def name_unused_inputs(scheme: Declared, report: Report, failing: Sequence[Repor
 
 def _says_a_place(note: Note) -> bool:
     return note.startswith((NO_PATTERN, "wrong only", "right only")) or "in this case; " in note
-
-
-def _wrong_outputs(report: Report) -> list[str]:
-    return [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
 
 
 def _changes(scheme: Declared, case: CaseSpec) -> Iterator[tuple[str, str, bool, bool]]:

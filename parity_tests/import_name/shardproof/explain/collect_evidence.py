@@ -11,9 +11,9 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Argument, Declared
 from shardproof.declare.spec import Spec
 from shardproof.draw import inputs
-from shardproof.engines.ledger import CallSite, Ledger
+from shardproof.engines.ledger import MESSAGES, CallSite, Ledger
 from shardproof.engines.program import Program
-from shardproof.engines.protocol import MESSAGES, disagreement
+from shardproof.engines.protocol import disagreement
 from shardproof.engines.stitch import owners
 from shardproof.explain.evidence import Evidence, ShardedDim
 from shardproof.judge.compare import COARSER, TensorComparison, max_finite

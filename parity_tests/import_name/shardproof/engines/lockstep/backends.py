@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.engines.failure import CANNOT_RUN
+from shardproof.engines.ledger import MESSAGES
 from shardproof.engines.lockstep import world
 
 # Neither gloo nor NCCL supports these. Only NCCL adds float8; both support complex numbers, NCCL as pairs.
@@ -24,7 +25,6 @@ UNEVEN = "its list has tensors of unlike sizes, which gloo rejects and NCCL carr
 FLOAT8 = "gloo has no reduction of float8, and NCCL has it on the newest GPUs alone; reduce in another dtype"
 OF_GLOO = (UNEVEN, FLOAT8)  # no finding of a scheme that is not declared for gloo
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-MESSAGES = ("send", "recv")
 REWRITTEN = ("all_reduce", "broadcast", "scatter", "reduce_scatter")  # gloo may return wrong numbers for these
 
 

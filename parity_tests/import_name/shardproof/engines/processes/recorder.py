@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from shardproof.endings.raised import chain
-from shardproof.engines.ledger import LedgerRow, call_site, group_label, phase
+from shardproof.engines.ledger import MESSAGES, LedgerRow, call_site, group_label, phase
 from shardproof.engines.lockstep.operations import uneven_splits
 from shardproof.engines.processes import status_table
 
@@ -113,7 +113,7 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
     root = None if root is None else ranks[root]
     if (op == "reduce" and root != dist.get_rank()) or (op == "broadcast" and root == dist.get_rank()):
         size_out = 0  # this rank receives nothing
-    peer = call.get("dst", call.get("src")) if op in ("send", "recv") else None
+    peer = call.get("dst", call.get("src")) if op in MESSAGES else None
     return Issue(
         op=op,
         group=group,
@@ -258,7 +258,7 @@ class Recorder(_BesideCompiler):
 
     def _row(self, what: Issue) -> LedgerRow:
         group = what.group.group_name
-        key = (group, what.op) if what.op in ("send", "recv") else (group, "")
+        key = (group, what.op) if what.op in MESSAGES else (group, "")
         self._counts[key] += 1
         ranks = dist.get_process_group_ranks(what.group)
         tensors = what.tensors

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from shardproof.declare.case import CaseSpec
 from shardproof.endings.signals import signal_name
 from shardproof.engines import failure
-from shardproof.engines.ledger import Ledger, LedgerRow
+from shardproof.engines.ledger import MESSAGES, Ledger, LedgerRow
 from shardproof.engines.protocol import Disagreement, crossed, of_returned
 from shardproof.engines.protocol import disagreement as disagreement
 
@@ -130,7 +130,7 @@ def _abort_of_gloo(outcomes: Sequence[Outcome]) -> Disagreement | None:
 def _in_place_of(row: LedgerRow, other: Outcome) -> LedgerRow | None:
     """The row of another rank that matches this row: its part of the collective, or the other end of the message."""
     if row.peer is not None:
-        ends = (last for last in other.rows[::-1] if {row.op, last.op} == {"send", "recv"})
+        ends = (last for last in other.rows[::-1] if {row.op, last.op} == set(MESSAGES))
         return next((last for last in ends if (last.peer, row.peer, last.tag) == (row.rank, last.rank, row.tag)), None)
     place = (row.group, row.group_name, row.seq)
     same = (row for row in other.rows if row.peer is None and (row.group, row.group_name, row.seq) == place)
