@@ -5,7 +5,8 @@ the gradient of its log p is a difference of two equal numbers, which finite ari
 each operation of the traced reference adds its own error, half a unit in the last place with a random sign (the first
 order of Monte Carlo arithmetic, Parker 1997), and the chain rule propagates all errors to the results, in DIRECTIONS
 random directions at once. A loop or a branch is one operation: its body's derivative is exact, and its result gets one
-error.
+error. A sum over repeated indices, such as the gradient of an embedding, also rounds after each of its terms (see
+repeated_indices.py).
 
 The same program runs on NumPy arrays, with the rules of `primitives`, or inside `jax.jit` on JAX arrays, with JAX's own
 rule for every primitive; `evaluator` chooses.
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from shardproof.judge.primitives import numpy_rule
+from shardproof.judge.repeated_indices import additions_of, adds_by_index
 from shardproof.judge.step import NoRule, Rule, by_jax, is_floating
 from shardproof.judge.storage import Storage, check_storage, is_stored
 
@@ -69,6 +71,7 @@ class Operation:
     numbers: tuple[int, ...]  # the index of each result's rounding error; 0 if the result is exact
     last_used: tuple[int, ...] = ()
     step: Any = None  # Step, once it is bound
+    additions: Callable[..., Any] | None = None  # of a sum over repeated indices
 
 
 class Trace:
@@ -148,6 +151,8 @@ class TracedProgram:
             rule = rule_of(operation.equation)
             operands = tuple(value_has_tangent[index] for index in operation.operands)
             operation.step, results = rule(operation.equation, operands, nested)
+            if any(operation.numbers) and adds_by_index(operation.equation):
+                operation.additions = additions_of(rule, operation.equation, nested, xp)
             for index, has, number in zip(operation.results, results, operation.numbers, strict=True):
                 value_has_tangent[index] = has or number > 0
         self.output_has_tangent = [value_has_tangent[index] for index in trace.outputs]
@@ -160,12 +165,14 @@ class TracedProgram:
         tangent_errors: Any = None,
         value_errors: Any = None,
         storage: Storage | None = None,
+        additions: float = 0.0,
     ) -> tuple[list, list]:
         """Values and tangents of the outputs, None for an output without a tangent.
 
         Both kinds of errors are relative to an operation's result: POOL random signs times half a unit in the last
         place. `tangent_errors` has one such row for each direction, added to the tangents; `value_errors` is one row,
         which is added to the values. Numbers that the reference marks as stored are rounded as `storage` says.
+        `additions` is the rounding of a sum over repeated indices, in units of the other operations' rounding.
         """
         value: list[Any] = list(self._trace.constants)
         tangent: list[Any] = [None] * len(value)
@@ -181,6 +188,8 @@ class TracedProgram:
                     value[index], tangent[index] = storage.rounded(self._xp, y, t, self._xp.sign(signs))
                     continue
                 size = self._size(y, operation.equation.primitive.name) if number else None
+                if operation.additions is not None and additions:
+                    size = self._xp.abs(size) + additions * operation.additions(y, *(value[i] for i in operands))
                 value[index] = (
                     y if value_errors is None or size is None else self._off_by(y, size, value_errors, number)
                 )
@@ -262,4 +271,4 @@ def by_xla(trace: Trace, has_tangent: Sequence[bool], compiler_options: Callable
     import jax.numpy as jnp
 
     program = TracedProgram(trace, has_tangent, lambda equation: by_jax, jnp)
-    return jax.jit(program.__call__, compiler_options=compiler_options(), static_argnames="storage")
+    return jax.jit(program.__call__, compiler_options=compiler_options(), static_argnames=("storage", "additions"))
