@@ -77,6 +77,15 @@ def of_one(function, reference, *kinds, full_rows=False, **more):
     )(lambda mesh, x: function(x))  # fmt: skip
 
 
+def test_a_single_zero_is_a_tie_with_the_zero_of_a_relu():
+    """At 0 the derivative of a maximum with 0 is a half in JAX, and 0 in torch; its weight alone is 0."""
+    relu = of_one(lambda x: torch.relu(x), lambda x: jnp.maximum(x, 0.0), "normal", "zeros")
+    zero = relu.case(b=1, v=1).replace(values={"x": {"kind": "zeros"}})
+    assert verify_or_undecided(relu, zero).undecided_reason == CHOICE
+    size = of_one(absolute(3.0), jax_absolute, "normal", "zeros")
+    assert verify_or_undecided(size, zero.replace(scheme=size.key)).verdict == "mismatch"
+
+
 class WithGradient(torch.autograd.Function):
     """A given value, with a given derivative with respect to x."""
 

@@ -1,7 +1,8 @@
 """Neighbours of a case: the same inputs a rounding or two away, to see how far the reference jumps between them.
 
 A number is changed by its own rounding. Equal numbers are separated by the rounding of typical numbers, because ties
-are where choices are made; equal infinities, which no small step separates, become distinct large numbers.
+are where choices are made, and a zero leaves its place, where many functions have a kink; equal infinities, which no
+small step separates, become distinct large numbers.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def _neighbour(
 
 
 def _max_changes(x: np.ndarray, unit: float) -> np.ndarray:
-    """The largest change of each number: its own rounding; for repeated numbers, at least a typical rounding."""
+    """The largest change of each number: its own rounding; for repeated numbers and zeros, a typical one at least."""
     size = np.where(np.isfinite(x), np.abs(x), 0.0)
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    tied = (counts[inverse.reshape(x.shape)] > 1) & np.isfinite(x)
+    tied = ((counts[inverse.reshape(x.shape)] > 1) | (x == 0.0)) & np.isfinite(x)
     return MAX_ROUNDINGS * unit * np.where(tied, np.maximum(size, _typical(x)), size)
 
 
