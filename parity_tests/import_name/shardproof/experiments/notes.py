@@ -14,12 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
-
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.conditions import OTHER_CALLS, VIEWS
 from shardproof.declare.declared import Declared
-from shardproof.draw import inputs
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
 from shardproof.experiments.detached_transfers import name_detached_transfers
@@ -30,6 +27,7 @@ from shardproof.experiments.first_overflow import name_first_overflow
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
+from shardproof.experiments.rounding_errors import MIN_ELEMENTS, vanishes
 from shardproof.experiments.unused_inputs import name_unused_inputs
 from shardproof.explain.arithmetic import SMALL_ERROR
 from shardproof.explain.clues import FORWARD_EQUAL
@@ -38,14 +36,14 @@ from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
 from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, SAME_VALUES, worst_element
 from shardproof.explain.sums import ZERO_ADDEND, zero_addend
-from shardproof.judge.compare import COARSER, TensorComparison, max_finite
-from shardproof.judge.reference import UNIT_ROUNDOFF
+from shardproof.judge.compare import max_finite
 from shardproof.report.report import Report, mesh_text, sizes
-from shardproof.verify_one_case import NARROW, verify_case
+from shardproof.verify_one_case import NARROW
 
 UNTESTED = "; from one case"
 NOT_SO_ON = "; not so on "  # another mesh
 MORE = 8  # larger cases to try if none of the first ones fails
+PASSING_TRIED = 4  # passing cases that a note is compared with
 
 
 def from_one_case(report: Report) -> Report:
@@ -267,10 +265,10 @@ def _tested_rounding(
         and not has_narrow_tensors(scheme, report.case)
     ):
         return None
-    vanishes = _vanishes(scheme, report, label)
-    if vanishes is None:
+    is_rounding = vanishes(scheme, report, label)
+    if is_rounding is None:
         return _untested(note)
-    return Note(confirmed, ROUNDING, claim) if vanishes else None
+    return Note(confirmed, ROUNDING, claim) if is_rounding else None
 
 
 def _tested_zero_addend(
@@ -361,90 +359,3 @@ def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: N
             is_zero = any(note.claims.keys() & other.claims.keys() for other in zero_addend(evidence))
             return None if is_zero else note.extended(", unlike in cases that pass")
     return note.extended(", which is right only if this rank has no share in the sum")
-
-
-WIDER = ("float64", "float32")
-ROUNDINGS_OFF = 8  # each input is changed by this many roundings of the narrower dtype
-LARGER = 16.0  # a power of 2, so that the inputs' own digits stay
-SPREAD = 8.0  # rounding varies by less, on few elements too; an error that stays as it is shrinks by LARGER or more
-FEW = 0.05  # largest share of the elements
-MIN_ELEMENTS = 8  # in smaller tensors, two errors may be alike by chance
-PASSING_TRIED = 4
-
-
-def _vanishes(scheme: Declared, report: Report, label: str) -> bool | None:
-    """Whether the error of a tensor comes from rounding; None if no run can tell.
-
-    A rounding error vanishes in a wider dtype, and is relative to the inputs. If the function casts to a fixed dtype it
-    does not vanish, but changes completely when the inputs change slightly; that test also decides if only a few
-    elements are wrong, because a branch for one dtype could make the error vanish as well. A mistake appears in every
-    dtype, and hardly changes when inputs hardly change. If the function fails to run in wider dtypes, only the second
-    test is used, in its own dtype.
-    """
-    case, off = report.case, ROUNDINGS_OFF * UNIT_ROUNDOFF[COARSER[report.case.dtype]]
-    wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
-    reports = [other for other in cases.reports(scheme, wider or [case]) if other.failure is None]
-    if any(label not in other.notes for other in reports):
-        evidence = _evidence(scheme, report, label)
-        few = evidence.wrong_count < FEW * evidence.got.size
-        if few and _is_erratic(scheme, case, label, off) is False:
-            return False
-        return _scales_as_rounding(scheme, report, label)
-    wide = reports[0].case if reports else case
-    larger = [cases.larger(scheme, wide, seed, values=seed == 1) for seed in (1, 2)]
-    answers = (_is_erratic(scheme, other, label, off) for other in (*larger, wide) if other is not None)
-    return next((answer for answer in answers if answer is not None), False if reports else None)
-
-
-def _scales_as_rounding(scheme: Declared, report: Report, label: str) -> bool:
-    """Whether inputs of LARGER times the size have about the same error, relative to the rounding there.
-
-    Rounding is relative: an error that stays as it is, or grows faster, is another. True if no run can tell.
-    """
-    case, program, arrays = report.case, Program.of(scheme), {}
-    for arg in scheme.inputs:
-        full = program.full_array(arg, case)
-        arrays[arg.name] = full if arg.is_integer else full * LARGER
-    if any(np.abs(x[np.isfinite(x)]).max(initial=0.0) > max_finite(case.dtype) for x in arrays.values()):
-        return True
-    larger = verify_case(scheme, case, arrays=arrays)
-    if larger.failure is not None:
-        return True
-    tensors = [next(tensor for tensor in r.tensors if tensor.label == label) for r in (report, larger)]
-    before, after = map(_typical_error, tensors)
-    return after == 0.0 or not np.isfinite(before + after) or 1 / SPREAD <= after / before <= SPREAD
-
-
-def _typical_error(tensor: TensorComparison) -> float:
-    """The root mean square of the errors, each in parts of its budget."""
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        errors = (tensor.got - tensor.want) / tensor.element_budgets
-    finite = errors[np.isfinite(errors)]
-    return float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
-
-
-def _is_erratic(scheme: Declared, case: CaseSpec, label: str, off: float) -> bool | None:
-    """Whether a slight change of inputs changes the error completely.
-
-    None without an error, or with too few elements to tell.
-    """
-    report = next(cases.reports(scheme, [case]), None)
-    if report is None or report.failure is not None or label not in report.notes:
-        return None
-    program, moved = Program.of(scheme), {}
-    for arg in scheme.inputs:
-        full = program.full_array(arg, case)
-        signs = inputs.generator(case, f"off {arg.name}").choice((-1.0, 1.0), size=full.shape)
-        moved[arg.name] = full if arg.is_integer else inputs.rounded(full * (1 + off * signs), case.dtype)
-    other = verify_case(scheme, case, arrays=moved)
-    if other.failure is not None:
-        return None
-    tensors = [next(tensor for tensor in r.tensors if tensor.label == label) for r in (report, other)]
-    with np.errstate(invalid="ignore"):  # of one copy: two different copies may err in opposite directions
-        first, second = (tensor.stitched.copies[tensors[0].copy] - tensor.want for tensor in tensors)
-    finite = np.isfinite(first) & np.isfinite(second)
-    first, second = first[finite], second[finite]
-    size = float(np.linalg.norm(first) * np.linalg.norm(second))
-    if first.size < MIN_ELEMENTS:
-        return None
-    return size == 0.0 or float(first @ second) < 0.5 * size
