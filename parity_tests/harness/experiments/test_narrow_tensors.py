@@ -1,5 +1,6 @@
 """An error is one of a narrow dtype only where a tensor has that dtype."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -51,3 +52,20 @@ def test_an_error_of_rounding_grows_with_the_inputs(function, is_rounding):
     assert any(note.scope == ROUNDING for note in report.notes["out"]), report.notes
     notes = check_notes(declaration, report).notes["out"]
     assert any(note.scope == ROUNDING for note in notes) == is_rounding, notes
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_a_budget_that_cancels_does_not_hide_a_rounding():
+    """Rows of two have a gradient of almost nothing; torch keeps their mean and deviation in bfloat16 for it."""
+
+    def reference(x):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+    norm = declared(
+        lambda mesh, x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+        reference=reference, inputs={"x": "b/tp d"}, outputs="b/tp d", dtypes=("bfloat16", "float32"),
+    )  # fmt: skip
+    case = CASE.replace(scheme=norm.key, dims={"b": 2, "d": 2}, values={"x": {"kind": "alike"}}, dtype="bfloat16")
+    note, _ = check_notes(norm, verify_case(norm, case)).notes["d/d x"]
+    assert note == "within what 2 roundings to bfloat16 may do: declare roundings=2 if they are meant"
