@@ -184,5 +184,24 @@ def routed_inputs() -> tuple[torch.Tensor, ...]:
     return (torch.randn(7, 6),)
 
 
+class Residual(nn.Module):
+    """A layer beside its input, on every rank alike; `times` is how often the layer's output is added."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.inner, self.times = nn.Linear(6, 6), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.times * self.inner(x)
+
+
+def residual() -> nn.Module:
+    return Residual(1)
+
+
+def residual_added_twice(mesh: DeviceMesh) -> nn.Module:
+    return Residual(2)
+
+
 def no_inputs() -> int:
     return 3

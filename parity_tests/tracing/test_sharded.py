@@ -82,6 +82,13 @@ def test_the_headline_reaches_an_output_or_a_parameter(trace, sharded, first, no
     assert note in out
 
 
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])
+def test_an_earlier_tensor_that_is_added_twice_is_named(trace, mesh):
+    options = {"twin": "residual", "inputs": "written_inputs", "mesh": mesh}
+    status, out, _ = trace("residual_added_twice", "--engine", "lockstep", **options)
+    assert (status, out.splitlines()[-1]) == (1, "  output of inner is added once too often")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "named"),

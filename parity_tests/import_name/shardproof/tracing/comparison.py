@@ -137,13 +137,23 @@ class _Judge:
             rank: (piece, None if at is None else want[np.ix_(*at)])
             for (rank, piece), at in zip(pieces.items(), by_rank.values(), strict=True)
         }
-        call = f", call {event.call}" if event.call else ""
-        end = "input" if event.end == IN else "output"
-        side = f"{end} of {event.module or THE_MODEL}"
-        side = side if phase == "forward" else f"gradient of the {side}"
+        side = _side(event) if phase == "forward" else f"gradient of the {_side(event)}"
         home = event.home(phase, self.called)
-        line = self._line(side + call, phase, home, pairs, want, self.known.spread[kind, event])
+        earlier = self._earlier(event) if phase == "forward" else NONE
+
+        def before(rank: int) -> dict[str, np.ndarray]:
+            at = by_rank[rank]
+            return {} if at is None else {name: full[np.ix_(*at)] for name, full in earlier.items()}
+
+        line = self._line(side, phase, home, pairs, want, self.known.spread[kind, event], before=before)
         return replace(line, event=event)
+
+    def _earlier(self, event: Event) -> dict[str, np.ndarray]:
+        """The tensors of the event's shape that the reference had before it, the latest first."""
+        values = list(self.known.values.items())
+        index = [each for each, _ in values].index(event)
+        shape = self.known.values[event].shape
+        return {_side(each): full for each, full in reversed(values[:index]) if full.shape == shape}
 
     def weight(self, name: str, got: np.ndarray, by_rank: Mapping[str, np.ndarray], at: Mapping[str, int]) -> Line:
         want = self.known.of_weights[name]
@@ -168,6 +178,7 @@ class _Judge:
         spread: float,
         by_rank: Mapping[str, np.ndarray] = NONE,
         at: Mapping[str, int] = NONE,
+        before: Callable[[int], Mapping[str, np.ndarray]] = lambda rank: NONE,
     ) -> Line:
         budget = K * (spread + UNIT_ROUNDOFF[self.dtype])
         finite = full[np.isfinite(full)]
@@ -178,21 +189,28 @@ class _Judge:
         if full.size and (not finite.size or not math.isfinite(budget)):
             wrong, notes = tuple(pairs), ("the reference is not finite here, so that nothing can be compared",)
         elif wrong:
-            got, want = pairs[max(wrong, key=lambda rank: errors[rank])]
-            copies = {"by_rank": by_rank, "at": at}
-            notes = (ANOTHER_SHAPE,) if want is None else self._notes(name, phase, got, want, budget, copies)
+            worst = max(wrong, key=lambda rank: errors[rank])
+            got, want = pairs[worst]
+            known = {"by_rank": by_rank, "at": at, "inputs": before(worst)}
+            notes = (ANOTHER_SHAPE,) if want is None else self._notes(name, phase, got, want, budget, known)
         return Line(name, phase, home, max(errors.values()), budget, wrong, notes)
 
     def _notes(
-        self, name: str, phase: str, got: np.ndarray, want: np.ndarray, budget: float, copies: Mapping[str, Any]
+        self, name: str, phase: str, got: np.ndarray, want: np.ndarray, budget: float, known: Mapping[str, Any]
     ) -> tuple[str, ...]:
         """The kind of mistake, judged from one rank's piece; each element gets a share of the tensor's budget."""
         share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
         role = "output" if phase == "forward" else "gradient"
-        notes = explain(
-            Evidence(name, role, got, want, np.full(want.shape, share), self.axes, coarse_dtype=self.dtype, **copies)
-        )
+        # A surplus addition on each of two ranks and one addition too many are the same number.
+        several = frozenset(axis for axis, ranks in self.axes.items() if ranks > 2)
+        known = {"coarse_dtype": self.dtype, "summed_axes": several, **known}
+        notes = explain(Evidence(name, role, got, want, np.full(want.shape, share), self.axes, **known))
         return tuple(note for note in notes if want.ndim or not note.startswith("no pattern"))  # a number has no place
+
+
+def _side(event: Event) -> str:
+    call = f", call {event.call}" if event.call else ""
+    return f"{'input' if event.end == IN else 'output'} of {event.module or THE_MODEL}{call}"
 
 
 def _apart(got: np.ndarray, want: np.ndarray | None) -> float:
