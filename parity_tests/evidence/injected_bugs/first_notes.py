@@ -38,6 +38,7 @@ UNREAD = {"scale", "statistic", "border", "sequence", "group", "tied", "call"}
 # How a sentence begins or a part of it, and the kinds of mistakes that it can truly mean.
 MEANS = (
     ("is not differentiable", {"reduction", "group", "scale", "tied"}),
+    ("no mask, or a wrong one", {"border", "reduction"}),
     ("right once the assignment", {"reduction", "border", "order", "tied"}),
     ("right once", {"reduction", "group", "scale", "statistic", "tied", "schedule"}),
     ("of the function does not depend on", UNREAD),

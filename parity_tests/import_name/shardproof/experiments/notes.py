@@ -24,6 +24,7 @@ from shardproof.experiments.edited_inputs import name_edited_inputs
 from shardproof.experiments.edited_lines import name_edited_line
 from shardproof.experiments.edited_programs import name_edits, name_edits_of_two
 from shardproof.experiments.first_overflow import name_first_overflow
+from shardproof.experiments.foreign_ids import name_foreign_ids
 from shardproof.experiments.narrow_kernels import name_narrow_kernels
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
@@ -89,6 +90,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     notes = name_edited_line(scheme, report, failing, notes)
     notes = name_edits_of_two(scheme, report, failing, notes)
     notes = name_edited_inputs(scheme, report, failing, notes)
+    notes = name_foreign_ids(scheme, report, failing, notes)
     notes = name_detached_transfers(scheme, report, name_unused_inputs(scheme, report, failing, notes))
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = name_narrow_kernels(scheme, report, notes)
