@@ -342,14 +342,14 @@ def logits_of_hidden(hidden: Float[Array, "s b d"], weight: Float[Array, "v d"])
 
 
 def linear_logprob(
-    hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"]
+    hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"], temperature: float = 1.0
 ) -> Float[Array, "b s"]:
     """log p of an already shifted target, from hidden states."""
-    return logprob(logits_of_hidden(hidden, weight), target)
+    return logprob(logits_of_hidden(hidden, weight), target, temperature)
 
 
 def linear_next_token_logprob(
-    hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"]
+    hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"], temperature: float = 1.0
 ) -> Float[Array, "b u"]:
     """log p of id j + 1 at position j, from hidden states."""
-    return next_token_logprob(logits_of_hidden(hidden, weight), target)
+    return next_token_logprob(logits_of_hidden(hidden, weight), target, temperature=temperature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_impl.collectives import MeshView
@@ -14,6 +15,16 @@ def owned_range(mesh: MeshView) -> tuple[int, int]:
     """[start, end) of this rank's ids of `v`, which is sharded in rank order; an empty shard owns [0, 0)."""
     ids = mesh.global_ids("v")
     return (int(ids[0]), int(ids[-1]) + 1) if len(ids) else (0, 0)
+
+
+def group_of_several(mesh: MeshView, axis: str) -> ProcessGroup | None:
+    """The group of an axis, or None for one rank, as a caller without this axis passes it."""
+    return mesh[axis] if mesh.size(axis) > 1 else None
+
+
+def wants_no_gradient() -> bool:
+    """Whether the scheme is called without gradients, of which it tells the function by `inference_only`."""
+    return not torch.is_grad_enabled()
 
 
 def dtensor_of_shards(mesh: MeshView, logits: Tensor, s: int, v: int) -> DTensor:

@@ -103,7 +103,7 @@ def full_log_softmax(mesh, logits):
     inputs={"x": "b s v/tp:ragged", "ids": "k"},
     draw={"ids": SOME_IGNORED},
     dims={"k": (1, 2, 3, 8, 0)},
-    rank_options={"counted": (False, True)},
+    rank_options={"counted": (False, True), "chunk_size": (None, 1, 5)},
     wide=True,
     dtypes=DTYPES,
     cost=lambda c: Cost(
@@ -113,9 +113,9 @@ def full_log_softmax(mesh, logits):
         }
     ),
 )
-def gathered_columns(mesh, x, ids, counted):
+def gathered_columns(mesh, x, ids, counted, chunk_size):
     stated = {} if counted else dict(zip(("vocab_start_index", "vocab_end_index"), owned_range(mesh), strict=True))
-    return vp.vocab_parallel_gather_columns(x, ids, mesh["tp"], **stated)
+    return vp.vocab_parallel_gather_columns(x, ids, mesh["tp"], chunk_size=chunk_size, **stated)
 
 
 @scheme(
@@ -125,15 +125,15 @@ def gathered_columns(mesh, x, ids, counted):
     inputs={"logits": "b s v/tp:ragged"},
     draw={"logits": values("normal", "ties", "neg_inf_mask", "zeros", "iota", "huge", "ties", "nan")},
     nograd=("logits",),
-    rank_options={"counted": (False, True)},
+    rank_options={"counted": (False, True), "chunk_size": (None, 1, 5)},
     dtypes=DTYPES,
     cost=lambda c: Cost(
         forward=all_gathers(over_tp(c, 2 * c.b * c.s + 1), *([widths(c)] if c.counted else [])),
     ),
 )
-def largest_id(mesh, logits, counted) -> Int[Tensor, "b s"]:
+def largest_id(mesh, logits, counted, chunk_size) -> Int[Tensor, "b s"]:
     stated = {} if counted else dict(zip(("vocab_start_index", "vocab_end_index"), owned_range(mesh), strict=True))
-    return vp.vocab_parallel_argmax(logits, mesh["tp"], **stated)
+    return vp.vocab_parallel_argmax(logits, mesh["tp"], chunk_size=chunk_size, **stated)
 
 
 @scheme(

@@ -8,6 +8,7 @@ import torch
 from jax_ref.vocab_parallel import cross_entropy
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_beside, saved_in_inference
+from parity_tests.vocab_parallel.shard import wants_no_gradient
 from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
@@ -39,7 +40,7 @@ OFTEN_SPREAD = values("large", "normal", "large", "neg_inf_mask", "large", "peak
 @pytest.mark.cases(5, engine="gloo")
 @pytest.mark.cases
 def distributed_cross_entropy(mesh, student_logits, target_logits):
-    return vp.DistributedCrossEntropy.apply(student_logits, target_logits, mesh["tp"])
+    return vp.DistributedCrossEntropy.apply(student_logits, target_logits, mesh["tp"], wants_no_gradient())
 
 
 def cross_entropy_with_a_sharper_self(logits):

@@ -9,6 +9,7 @@ from jax_ref.vocab_parallel import negative_entropy
 from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_beside, saved_in_inference
+from parity_tests.vocab_parallel.shard import wants_no_gradient
 from shardproof import CaseSpec, Cost, every_case, scheme
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
@@ -32,7 +33,7 @@ from torch_impl import vocab_parallel as vp
 @pytest.mark.cases
 def chunked_distributed_entropy(mesh, logits, chunk_size):
     own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
-    return vp.ChunkedDistributedEntropy.apply(logits, own_size, mesh["tp"])
+    return vp.ChunkedDistributedEntropy.apply(logits, own_size, mesh["tp"], wants_no_gradient())
 
 
 def normal(*shape):

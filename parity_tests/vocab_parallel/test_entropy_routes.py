@@ -21,7 +21,7 @@ from parity_tests.vocab_parallel.ignored_rows import (
     is_dropped_as_stored,
     is_last_in_stream,
 )
-from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
+from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range, wants_no_gradient
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from parity_tests.vocab_parallel.test_packed import by_padded
 from parity_tests.vocab_parallel.test_stored_order import of_keys
@@ -84,6 +84,7 @@ def entropy_of_groups(mesh, logits, target, temperature, chunk_size):
         cp_group=mesh["cp"],
         chunk_size=chunk_size,
         sampling_params=sampling(temperature),
+        inference_only=wants_no_gradient(),
         with_entropy=True,
     )
 
@@ -213,6 +214,7 @@ def entropy_of_hidden_states(mesh, hidden, weight, target, temperature, chunk_si
         cp_group=mesh["cp"],
         chunk_size=chunk_size,
         temperature=temperature,
+        inference_only=wants_no_gradient(),
         with_entropy=True,
     )
 

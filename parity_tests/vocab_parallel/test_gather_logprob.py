@@ -10,7 +10,7 @@ from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, ignored
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
 from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_beside, saved_in_inference
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import owned_range, wants_no_gradient
 from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
@@ -35,7 +35,9 @@ from torch_impl import vocab_parallel as vp
 @pytest.mark.cases
 def gathered_logprob(mesh, logits, ids, chunk_size):
     own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
-    return vp.ChunkedDistributedGatherLogprob.apply(logits, ids, *owned_range(mesh), own_size, mesh["tp"])
+    return vp.ChunkedDistributedGatherLogprob.apply(
+        logits, ids, *owned_range(mesh), own_size, mesh["tp"], wants_no_gradient()
+    )
 
 
 def normal(*shape):
@@ -153,6 +155,19 @@ def test_saves_the_logits_by_reference_and_a_few_bytes_per_token(k):
 
     result = run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results
     assert result == ((1, (8 + 4 * k) * 2 * 3),)
+
+
+def test_a_nan_row_with_an_id_shows_in_its_gradient_whatever_the_cotangents():
+    """As in torch: a loss mask of 0 hides no NaN of a token that is scored."""
+
+    def body(mesh, case):
+        z, start = torch.zeros(1, 2, 4), 4 * mesh.rank("tp")
+        z[0, 0] = torch.nan
+        ids = torch.tensor([[[0, 5], [1, 6]]])
+        y = vp.ChunkedDistributedGatherLogprob.apply(z.requires_grad_(), ids, start, start + 4, None, mesh["tp"])
+        return torch.autograd.grad(y, z, torch.zeros_like(y))[0].isnan().all(-1).tolist()
+
+    assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 2})).results == ([[True, False]],) * 2
 
 
 def test_inference_only_saves_nothing():

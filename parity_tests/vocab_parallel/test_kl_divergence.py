@@ -8,6 +8,7 @@ from jax_ref.vocab_parallel import kl_divergence
 from parity_tests.parity import parity
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_in_inference
+from parity_tests.vocab_parallel.shard import wants_no_gradient
 from shardproof import CaseSpec, Cost, check, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
@@ -61,7 +62,12 @@ def from_student(student_logits, teacher_logits, temperature):
 )
 def forward_kl(mesh, student_logits, teacher_logits, temperature, chunk_size, is_cut):
     return vp.vocab_parallel_kl(
-        cut(student_logits, is_cut), teacher_logits, mesh["tp"], temperature=temperature, chunk_size=chunk_size
+        cut(student_logits, is_cut),
+        teacher_logits,
+        mesh["tp"],
+        temperature=temperature,
+        chunk_size=chunk_size,
+        inference_only=wants_no_gradient(),
     )
 
 
@@ -82,6 +88,7 @@ def reverse_kl(mesh, student_logits, teacher_logits, temperature, chunk_size, is
         reverse=True,
         temperature=temperature,
         chunk_size=chunk_size,
+        inference_only=wants_no_gradient(),
     )
 
 

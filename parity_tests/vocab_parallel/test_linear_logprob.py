@@ -12,7 +12,7 @@ from parity_tests.parity import parity
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED, next_is_ignored
 from parity_tests.vocab_parallel.saved import NOTHING_SAVED, saved_in_inference
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import group_of_several, owned_range, wants_no_gradient
 from shardproof import CaseSpec, Cost, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
@@ -27,12 +27,14 @@ DECLARED = dict(
     reduction=("v", "d"),
     roundings=4,  # logits, d logits, this rank's term of d hidden, the result
 )
+TEMPERATURES = {"temperature": (1.0, 0.7)}
 SOME = {"v": (8, 5, 13), "d": (3, 40)}  # where d is large, all logits are saved
 SHIFTED = dict(
     mesh={"tp": (1, 2, 3, 4)},
     outputs="b s tp=I",
     reference=linear_logprob,
     dims=SOME,
+    options=TEMPERATURES,
     nan_cotangents={"out": IGNORED_TARGETS},
     **DECLARED,
 )
@@ -41,6 +43,7 @@ NEXT = dict(
     outputs="b u tp=I cp=R",
     reference=linear_next_token_logprob,
     dims={**SOME, "u": "s-1"},
+    options=TEMPERATURES,
     nan_cotangents={"out": next_is_ignored},
     **DECLARED,
 )
@@ -53,10 +56,10 @@ def replicated_cost(c, over_cp=False):
     # The logits, and backward the logits again, d hidden and d weight, of the widest shard of the vocabulary.
     product = 2 * n * c.d * max(c.layouts["v/tp"]["lengths"])
     return Cost(
-        forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, n * size)] if over_cp else []),
+        forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, n * size)] if over_cp and cp > 1 else []),
         backward={
             "all_reduce/tp": (1, n * c.d * size),
-            **({"reduce_scatter/cp": (1, c.b * c.s * size)} if over_cp else {}),
+            **({"reduce_scatter/cp": (1, c.b * c.s * size)} if over_cp and cp > 1 else {}),
         },
         products=(product, 3 * product),
     )
@@ -77,10 +80,10 @@ def sequence_parallel_cost(c, over_cp=False):
     )
 
 
-def scored(mesh, hidden, weight, target, chunk_size):
+def scored(mesh, hidden, weight, target, chunk_size, temperature=1.0):
     chunk_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedHiddenStatesToLogprobs.apply(
-        hidden, target, weight, *owned_range(mesh), chunk_size, mesh["tp"]
+        hidden, target, weight, *owned_range(mesh), chunk_size, mesh["tp"], wants_no_gradient(), temperature
     )
 
 
@@ -93,8 +96,9 @@ def next_scored(mesh, hidden, weight, target, chunk_size, tied=False, **options)
         target,
         *owned_range(mesh),
         mesh["tp"],
-        cp_group=mesh["cp"],
+        cp_group=group_of_several(mesh, "cp"),
         chunk_size=chunk_size,
+        inference_only=wants_no_gradient(),
         **options,
     )
 
@@ -105,8 +109,8 @@ def next_scored(mesh, hidden, weight, target, chunk_size, tied=False, **options)
     cost=replicated_cost,
     **SHIFTED,
 )
-def linear_logprobs(mesh, hidden, weight, target, chunk_size):
-    return scored(mesh, hidden, weight, target, chunk_size)
+def linear_logprobs(mesh, hidden, weight, target, temperature, chunk_size):
+    return scored(mesh, hidden, weight, target, chunk_size, temperature)
 
 
 @scheme(
@@ -115,8 +119,8 @@ def linear_logprobs(mesh, hidden, weight, target, chunk_size):
     cost=sequence_parallel_cost,
     **SHIFTED,
 )
-def linear_logprobs_of_sharded_states(mesh, hidden, weight, target, chunk_size):
-    return scored(mesh, hidden, weight, target, chunk_size)
+def linear_logprobs_of_sharded_states(mesh, hidden, weight, target, temperature, chunk_size):
+    return scored(mesh, hidden, weight, target, chunk_size, temperature)
 
 
 @scheme(
@@ -125,8 +129,8 @@ def linear_logprobs_of_sharded_states(mesh, hidden, weight, target, chunk_size):
     cost=lambda c: replicated_cost(c, over_cp=True),
     **NEXT,
 )
-def linear_next_tokens(mesh, hidden, weight, target, chunk_size):
-    return next_scored(mesh, hidden, weight, target, chunk_size)
+def linear_next_tokens(mesh, hidden, weight, target, temperature, chunk_size):
+    return next_scored(mesh, hidden, weight, target, chunk_size, temperature=temperature)
 
 
 @scheme(
@@ -135,15 +139,15 @@ def linear_next_tokens(mesh, hidden, weight, target, chunk_size):
     cost=lambda c: sequence_parallel_cost(c, over_cp=True),
     **NEXT,
 )
-def linear_next_tokens_of_sharded_states(mesh, hidden, weight, target, chunk_size):
-    return next_scored(mesh, hidden, weight, target, chunk_size, tied=True)
+def linear_next_tokens_of_sharded_states(mesh, hidden, weight, target, temperature, chunk_size):
+    return next_scored(mesh, hidden, weight, target, chunk_size, tied=True, temperature=temperature)
 
 
-def in_its_sequence(hidden, weight, target, padded):
+def in_its_sequence(hidden, weight, target, padded, temperature):
     """As `linear_next_token_logprob`; the last token of each sequence has no next one, and scores 0."""
     is_last = jnp.isin(jnp.arange(1, target.shape[1]), padded)
     logits = logits_of_hidden(hidden, weight)[:, :-1]
-    return logprob(logits, jnp.where(is_last, -1, target[:, 1:]))
+    return logprob(logits, jnp.where(is_last, -1, target[:, 1:]), temperature)
 
 
 PACKED = dict(
@@ -157,8 +161,9 @@ PACKED |= {"draw": {**DECLARED["draw"], "padded": offsets("t", padded=True)}}
 @scheme(
     inputs={"hidden": "t/cp:packed b d tp=I", "weight": "v/tp:ragged d cp=R", "target": "b t", "padded": "n"}, **PACKED
 )
-def linear_next_tokens_of_a_stream(mesh, hidden, weight, target, padded, chunk_size):
-    return next_scored(mesh, hidden, weight, target, chunk_size, cu_seqlens_padded=padded)
+def linear_next_tokens_of_a_stream(mesh, hidden, weight, target, padded, temperature, chunk_size):
+    options = {"cu_seqlens_padded": padded, "temperature": temperature}
+    return next_scored(mesh, hidden, weight, target, chunk_size, **options)
 
 
 def gradients_of_hidden(hidden, weight, target, g):

@@ -13,7 +13,7 @@ from parity_tests.slow import slow_but
 from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import owned_range, wants_no_gradient
 from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
@@ -56,6 +56,7 @@ def vocab_parallel_logprob(mesh, logits, target, temperature, chunk_size):
         vocab_end_index=end,
         temperature=temperature,
         chunk_size=chunk_size,
+        inference_only=wants_no_gradient(),
     )
 
 
@@ -80,13 +81,14 @@ def logprob_with_entropy(mesh, logits, target, temperature, chunk_size):
         temperature=temperature,
         with_entropy=True,
         chunk_size=chunk_size,
+        inference_only=wants_no_gradient(),
     )
 
 
 @scheme(contract=vp.DistributedLogprob, reference=logprob, cost=one_exchange(3), **DECLARED)
 @pytest.mark.cases
 def distributed_logprob(mesh, logits, target, temperature):
-    return vp.DistributedLogprob.apply(logits, target, *owned_range(mesh), mesh["tp"], False, temperature)
+    return vp.DistributedLogprob.apply(logits, target, *owned_range(mesh), mesh["tp"], wants_no_gradient(), temperature)
 
 
 @scheme(
@@ -100,7 +102,7 @@ def distributed_logprob(mesh, logits, target, temperature):
 def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
     own_size = chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedLogprob.apply(
-        logits, target, *owned_range(mesh), own_size, mesh["tp"], False, temperature
+        logits, target, *owned_range(mesh), own_size, mesh["tp"], wants_no_gradient(), temperature
     )
 
 
@@ -117,7 +119,9 @@ def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
 @pytest.mark.cases
 def logprob_of_bfloat16_logits(mesh, logits, target, temperature):
     """Held to the budget of float32: only the logits are bfloat16, not the arithmetic."""
-    return vp.DistributedLogprob.apply(logits.bfloat16(), target, *owned_range(mesh), mesh["tp"], False, temperature)
+    return vp.DistributedLogprob.apply(
+        logits.bfloat16(), target, *owned_range(mesh), mesh["tp"], wants_no_gradient(), temperature
+    )
 
 
 def laid_out(logits, layout):

@@ -10,7 +10,7 @@ from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests.parity import parity
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import owned_range, wants_no_gradient
 from parity_tests.vocab_parallel.test_sampling import filter_cost
 from shardproof import Cost, scheme
 from shardproof.declare.draws import FLOAT_KINDS
@@ -55,7 +55,7 @@ JUST_BELOW = (0.1354, 0.0498)
 )
 def logprob_with_min_p(mesh, logits, target, top_k, top_p, temperature, min_p):
     return vp.DistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh), min_p
+        logits, target, mesh["tp"], top_k, top_p, wants_no_gradient(), temperature, *owned_range(mesh), min_p
     )
 
 
@@ -74,7 +74,7 @@ def logprob_with_min_p(mesh, logits, target, top_k, top_p, temperature, min_p):
 )
 def logprob_with_min_p_and_long_top_k(mesh, logits, target, top_k, top_p, temperature, min_p):
     return vp.DistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh), min_p
+        logits, target, mesh["tp"], top_k, top_p, wants_no_gradient(), temperature, *owned_range(mesh), min_p
     )
 
 

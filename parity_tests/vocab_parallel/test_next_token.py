@@ -13,7 +13,7 @@ from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next, next_is_ignored
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import group_of_several, owned_range, wants_no_gradient
 from shardproof import CaseSpec, Cost, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
@@ -35,7 +35,12 @@ KINDS = {"ours": vp.TrainingSamplingParams, "any object": SimpleNamespace}  # of
 FILTERED = {
     **CUT,
     "draw": {**CUT["draw"], "logits": decided_rows(nan_rows=has_no_next)},
-    "options": {"top_k": (None, 3, 1), "top_p": (1.0, 0.75, 0.0), "temperature": (1.0, 0.5), "min_p": (None, 0.1)},
+    "options": {
+        "top_k": (None, 3, 1),
+        "top_p": (1.0, 0.75, 0.0, None),
+        "temperature": (1.0, 0.5),
+        "min_p": (None, 0.1),
+    },
     "rank_options": {**CUT["rank_options"], "kind": tuple(KINDS)},
 }
 
@@ -57,21 +62,22 @@ def over_cp_by_width(c):
     return Cost(forward={**core.forward, **widths}, backward=core.backward)
 
 
-def of_groups(mesh, logits, target, chunk_size, kind="ours", **params):
+def of_groups(mesh, cp_group, logits, target, chunk_size, kind="ours", **params):
     return vp.from_parallel_logits_to_logprobs(
         logits,
         target,
         *owned_range(mesh),
         mesh["tp"],
-        cp_group=mesh["cp"],
+        cp_group=cp_group,
         chunk_size=chunk_size and chunk_size + mesh.rank("tp"),  # each rank its own
-        sampling_params=KINDS[kind](**params),
+        sampling_params=None if params == {"temperature": 1.0} else KINDS[kind](**params),
+        inference_only=wants_no_gradient(),
     )
 
 
 @scheme(contract=vp.from_parallel_logits_to_logprobs, reference=next_token_logprob, cost=over_cp, **CUT)
 def next_tokens(mesh, logits, target, temperature, chunk_size):
-    return of_groups(mesh, logits, target, chunk_size, temperature=temperature)
+    return of_groups(mesh, mesh["cp"], logits, target, chunk_size, temperature=temperature)
 
 
 PADDED = {**CUT, "inputs": {**CUT["inputs"], "target": "b n"}, "dims": {**CUT["dims"], "n": "s-3", "u": "n-1"}}
@@ -79,7 +85,7 @@ PADDED = {**CUT, "inputs": {**CUT["inputs"], "target": "b n"}, "dims": {**CUT["d
 
 @scheme(contract=vp.from_parallel_logits_to_logprobs, reference=next_token_logprob, cost=over_cp, **PADDED)
 def next_tokens_with_padding(mesh, logits, target, temperature, chunk_size):
-    return of_groups(mesh, logits, target, chunk_size, temperature=temperature)
+    return of_groups(mesh, mesh["cp"], logits, target, chunk_size, temperature=temperature)
 
 
 @scheme(
@@ -87,7 +93,7 @@ def next_tokens_with_padding(mesh, logits, target, temperature, chunk_size):
 )  # a filter's own cost is declared with the filter
 def next_tokens_as_sampled(mesh, logits, target, top_k, top_p, temperature, min_p, chunk_size, kind):
     params = dict(top_k=top_k, top_p=top_p, temperature=temperature, min_p=min_p)
-    return of_groups(mesh, logits, target, chunk_size, kind, **params)
+    return of_groups(mesh, group_of_several(mesh, "cp"), logits, target, chunk_size, kind, **params)
 
 
 @scheme(contract=vp.get_next_token_logprobs_from_logits, reference=next_token_logprob, cost=over_cp_by_width, **CUT)

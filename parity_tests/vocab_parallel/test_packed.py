@@ -15,7 +15,7 @@ from jax_ref.vocab_parallel import packed_next_token_logprob
 from parity_tests.parity import parity
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED, has_no_next_in_stream, next_in_row_is_ignored
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import group_of_several, owned_range, wants_no_gradient
 from shardproof import CaseSpec, Cost, integers, offsets, scheme, values
 from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
@@ -43,8 +43,10 @@ DECLARED = dict(
     sums="float32",
     reduction=("v",),
     cost=lambda c: Cost(
-        forward=all_gathers(over_tp(c, 3 * c.t // c.cp), over_cp=[(1, c.t // c.cp * c.accumulator_itemsize)]),
-        backward={"reduce_scatter/cp": (1, c.t * c.accumulator_itemsize)},
+        forward=all_gathers(
+            over_tp(c, 3 * c.t // c.cp), over_cp=[(1, c.t // c.cp * c.accumulator_itemsize)] * (c.cp > 1)
+        ),
+        backward={"reduce_scatter/cp": (1, c.t * c.accumulator_itemsize)} if c.cp > 1 else {},
     ),
 )
 INPUTS = {"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "real": "n", "columns": "u"}
@@ -71,9 +73,10 @@ def scored(mesh, logits, target, padded, columns, temperature, without_last, chu
         len(columns) + 1,
         *owned_range(mesh),
         mesh["tp"],
-        cp_group=mesh["cp"],
+        cp_group=group_of_several(mesh, "cp"),
         chunk_size=chunk_size,
-        sampling_params=SimpleNamespace(top_k=None, top_p=1.0, temperature=temperature),
+        sampling_params=None if temperature == 1.0 else SimpleNamespace(top_k=None, top_p=1.0, temperature=temperature),
+        inference_only=wants_no_gradient(),
         **options,
     )
     return F.pad(scores, (0, 0, 0, 1)) if without_last else scores

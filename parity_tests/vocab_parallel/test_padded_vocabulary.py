@@ -16,6 +16,7 @@ from jax_ref.vocab_parallel import (
 from parity_tests.parity import parity
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.ignored_rows import SOME_IGNORED
+from parity_tests.vocab_parallel.shard import group_of_several, wants_no_gradient
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from shardproof import integers, scheme, values
 from torch_impl import vocab_parallel as vp
@@ -87,7 +88,12 @@ def sampled(logits, target, columns, top_k, top_p, temperature, min_p):
     inputs=LOGITS,
     outputs="b s tp=I",
     draw={**IDS, "logits": decided_rows()},
-    options={"top_k": (3, None), "top_p": (0.75, 1.0, 0.0), "temperature": (1.0, 0.5), "min_p": (None, 0.05, 0.0)},
+    options={
+        "top_k": (3, None),
+        "top_p": (0.75, 1.0, 0.0, None),
+        "temperature": (1.0, 0.5),
+        "min_p": (None, 0.05, 0.0),
+    },
     rank_options={"chunk_size": (None, 1)},
     roundings=2,  # log total, gradient
     **DECLARED,
@@ -95,7 +101,7 @@ def sampled(logits, target, columns, top_k, top_p, temperature, min_p):
 def sampling_beside_padding(mesh, logits, target, columns, top_k, top_p, temperature, min_p, chunk_size):
     start, end = stated(mesh, columns).values()
     return vp.ChunkedDistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, chunk_size, False, temperature, start, end, min_p
+        logits, target, mesh["tp"], top_k, top_p, chunk_size, wants_no_gradient(), temperature, start, end, min_p
     )
 
 
@@ -125,7 +131,9 @@ def scores_beside_padding(mesh, logits, target, columns, chunk_size):
 @scheme(contract=vp.gather_logits_at_global_indices, reference=values_at, **SEVERAL_IDS)
 def values_beside_padding(mesh, logits, target, columns, chunk_size):
     owned = stated(mesh, columns)
-    return vp.gather_logits_at_global_indices(logits, target, mesh["tp"], chunk_size=chunk_size, **owned)
+    return vp.gather_logits_at_global_indices(
+        logits, target, group_of_several(mesh, "tp"), chunk_size=chunk_size, **owned
+    )
 
 
 def largest(logits, each, columns):

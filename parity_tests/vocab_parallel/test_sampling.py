@@ -9,7 +9,7 @@ from parity_tests.vocab_parallel.chunk_sizes import calls_of_all
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.ignored_rows import IGNORED_TARGETS, SOME_IGNORED
 from parity_tests.vocab_parallel.rounding import equal_to_rounding
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import owned_range, wants_no_gradient
 from shardproof import CaseSpec, Cost, scheme
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
@@ -58,7 +58,9 @@ def filter_cost(c, known_range):
 @pytest.mark.cases(8, engine="gloo")
 @pytest.mark.cases
 def logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature):
-    return vp.DistributedLogprobWithSampling.apply(logits, target, mesh["tp"], top_k, top_p, False, temperature)
+    return vp.DistributedLogprobWithSampling.apply(
+        logits, target, mesh["tp"], top_k, top_p, wants_no_gradient(), temperature
+    )
 
 
 @scheme(
@@ -73,7 +75,7 @@ def logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature):
 def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature, chunk_size):
     own_size = None if chunk_size is None else chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, own_size, False, temperature, *owned_range(mesh)
+        logits, target, mesh["tp"], top_k, top_p, own_size, wants_no_gradient(), temperature, *owned_range(mesh)
     )
 
 
@@ -88,7 +90,7 @@ def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperatur
 @pytest.mark.cases(12)
 def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
+        logits, target, mesh["tp"], top_k, top_p, wants_no_gradient(), temperature, *owned_range(mesh)
     )
 
 
@@ -104,7 +106,7 @@ def logprob_with_wide_sampling(mesh, logits, target, top_k, top_p, temperature):
 @pytest.mark.cases(12)
 def sampling_of_long_rows(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
+        logits, target, mesh["tp"], top_k, top_p, wants_no_gradient(), temperature, *owned_range(mesh)
     )
 
 
@@ -126,7 +128,7 @@ def one_peaked_row(generator, shape):
 @pytest.mark.cases(20)
 def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature):
     return vp.DistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
+        logits, target, mesh["tp"], top_k, top_p, wants_no_gradient(), temperature, *owned_range(mesh)
     )
 
 
@@ -142,7 +144,7 @@ def sampling_beside_a_peaked_row(mesh, logits, target, top_k, top_p, temperature
 def sampling_of_flat_and_peaked_rows(mesh, logits, target, top_k, top_p, temperature):
     """Rows so long that top-p keeps tokens of probability below (1 - p) / TAIL in flat rows."""
     return vp.DistributedLogprobWithSampling.apply(
-        logits, target, mesh["tp"], top_k, top_p, False, temperature, *owned_range(mesh)
+        logits, target, mesh["tp"], top_k, top_p, wants_no_gradient(), temperature, *owned_range(mesh)
     )
 
 

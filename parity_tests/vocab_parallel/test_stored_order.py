@@ -19,6 +19,7 @@ from shardproof import CaseSpec, Cost, integers, scheme, values
 from shardproof.engines.engines import run
 from shardproof.verify_one_case import verify_case
 from torch_impl import vocab_parallel as vp
+from torch_impl.collectives import all_gather
 
 STORED = dict(
     mesh={"cp": (1, 2, 3), "tp": (1, 2, 4)},
@@ -49,6 +50,11 @@ def params(temperature):
     return SimpleNamespace(top_k=None, top_p=None, temperature=temperature)  # any object with these three
 
 
+def of_a_rank(mesh, target, has_all):
+    """(ids, placement): all ids are gathered here, at the cost of the function's own exchange."""
+    return (all_gather(target, mesh["cp"], out="I", dim=1), Replicate()) if has_all else (target, Shard(1))
+
+
 def of_keys(logits, target, keys, columns, temperature):
     return next_token_logprob_of_stored(logits, target, jnp.argsort(keys), temperature)
 
@@ -58,12 +64,13 @@ def of_keys(logits, target, keys, columns, temperature):
     contract=vp.dtensor_from_parallel_logits_to_logprobs,
     inputs={"logits": "b s/cp v/tp:ragged", "target": "b s/cp", "keys": "s", "columns": "v"},
     cost=in_stored_order,
-    **STORED,
+    **{**STORED, "rank_options": {**STORED["rank_options"], "has_all_ids": (False, True)}},
 )
-def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_size):
+def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_size, has_all_ids):
+    ids, over_cp = of_a_rank(mesh, target, has_all_ids)
     return vp.dtensor_from_parallel_logits_to_logprobs(
         logits,
-        DTensor.from_local(target, mesh.device_mesh["cp"], [Shard(1)]),
+        DTensor.from_local(ids, mesh.device_mesh["cp"], [over_cp]),
         *owned_range(mesh),
         mesh["tp"],
         seq_index=keys.argsort(stable=True),
@@ -78,11 +85,12 @@ def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_s
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
     layouts={"ceil": ceil},
     cost=in_stored_order,
-    **{**STORED, "rank_options": {**STORED["rank_options"], "by_route": (False, True)}},
+    **{**STORED, "rank_options": {**STORED["rank_options"], "by_route": (False, True), "has_all_ids": (False, True)}},
 )
-def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size, by_route):
+def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size, by_route, has_all_ids):
     logits = dtensor_of_shards(mesh, logits, len(keys), len(columns))
-    target = DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()])
+    ids, over_cp = of_a_rank(mesh, target, has_all_ids)
+    target = DTensor.from_local(ids, mesh.device_mesh, [over_cp, Replicate()])
     options = dict(seq_index=keys.argsort(stable=True), chunk_size=chunk_size, sampling_params=params(temperature))
     if by_route:
         return vp.get_next_token_logprobs_from_logits(target, logits, **options)
