@@ -22,13 +22,22 @@ from shardproof.engines.engines import RunResult, run
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer
 
-OF_STRATEGY = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D")
+OF_STRATEGY = {"conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D"}
 # How a strategy gets its ranks, its tokens and its parameters.
 WAYS = ("by name", "by name and fill", "by layout", "by layout and offsets", "by mesh", "copied", "of DTensors")
 
 
 def parallel(
-    kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, way="by name", limits=(0.0, inf), **chosen
+    kind: Callable[..., Any],
+    mesh,
+    u,
+    parameters,
+    groups,
+    cu=None,
+    way="by name",
+    limits=(0.0, inf),
+    conv_bias=True,
+    **chosen,
 ) -> Tensor:
     """The mixer over cp with that strategy, in chunks of four tokens."""
     with_fill = None if cu is None else torch.cat([cu, cu.new_full((2,), -1)])
@@ -44,14 +53,15 @@ def parallel(
     module = Mamba2Mixer(
         **settings_of(parameters, groups),
         chunk_size=4,
+        conv_bias=conv_bias,
         dt_limit=limits,
         context_parallel=strategy,
         device="meta",
         dtype=u.dtype,
     )
-    by_name = dict(flat(parameters))
+    by_name = {name: x for name, x in flat(parameters).items() if conv_bias or name != "conv1d.bias"}
     if way == "of DTensors":
-        for name in OF_STRATEGY:
+        for name in by_name.keys() & OF_STRATEGY:
             by_name[name] = DTensor.from_local(by_name[name], mesh.device_mesh["cp"], [Replicate()], run_check=False)
     return functional_call(deepcopy(module) if way == "copied" else module, by_name, (u, cu), strict=True)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SPECS, settings_of
 from shardproof import offsets, values
@@ -13,22 +15,29 @@ FOLLOW = {"e": (1, 2), "i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
 EACH = {**DRAW, "u": values("normal", "ties")}
 
 
-# A mixer's limits of a step: none, and two that many drawn steps exceed.
-LIMITS = {"limits": ((0.0, math.inf), (0.3, 0.8))}
+# A mixer's limits of a step: none, and two that many drawn steps exceed; and whether its convolution has a bias.
+OPTIONS = {"limits": ((0.0, math.inf), (0.3, 0.8)), "conv_bias": (True, False)}
 
 
-def dense(u, parameters, groups, limits):
-    return flax_mixer(parameters, **settings_of(parameters, groups), dt_limit=limits)(u)
+def dense(u, parameters, groups, limits, conv_bias):
+    return whole_mixer(parameters, groups, limits, conv_bias)(u)
 
 
-def packed(u, parameters, groups, cu, limits):
-    return flax_mixer(parameters, **settings_of(parameters, groups), dt_limit=limits)(u, cu)
+def packed(u, parameters, groups, cu, limits, conv_bias):
+    return whole_mixer(parameters, groups, limits, conv_bias)(u, cu)
+
+
+def whole_mixer(parameters, groups, limits, conv_bias):
+    """A convolution without a bias is one with a bias of zeros."""
+    conv = parameters["conv1d"]
+    read = parameters if conv_bias else {**parameters, "conv1d": {**conv, "bias": jnp.zeros_like(conv["bias"])}}
+    return flax_mixer(read, **settings_of(parameters, groups), dt_limit=limits)
 
 
 def sharded_rows(layout: str) -> dict[str, Any]:
     """A declaration of rows sharded by `layout`."""
     inputs = {"u": f"b t/cp{layout} d", "parameters": SPECS, "groups": "g"}
-    return {"reference": dense, "inputs": inputs, "outputs": f"b t/cp{layout} d", "draw": EACH, "options": LIMITS}
+    return {"reference": dense, "inputs": inputs, "outputs": f"b t/cp{layout} d", "draw": EACH, "options": OPTIONS}
 
 
 def sharded_stream(layout: str) -> dict[str, Any]:
@@ -36,4 +45,4 @@ def sharded_stream(layout: str) -> dict[str, Any]:
     inputs = {"u": f"1 t/cp{layout} d", "parameters": SPECS, "groups": "g", "cu": "q"}
     draw = {**EACH, "cu": offsets("t", padded=True)}
     outputs = f"1 t/cp{layout} d"
-    return {"reference": packed, "inputs": inputs, "outputs": outputs, "draw": draw, "options": LIMITS}
+    return {"reference": packed, "inputs": inputs, "outputs": outputs, "draw": draw, "options": OPTIONS}

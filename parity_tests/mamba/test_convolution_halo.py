@@ -11,11 +11,12 @@ from shardproof import Cost, integers, offsets, scheme, values
 from torch_impl.mamba import causal_conv_over_cp, convolution_halo
 
 
-def convolved_rows(x, weight, bias):
-    return causal_conv(x, weight.T, bias)
+def convolved_rows(x, weight, bias, has_bias):
+    return causal_conv(x, weight.T, bias if has_bias else jnp.zeros_like(bias))
 
 
-def convolved_stream(x, weight, bias, cu):
+def convolved_stream(x, weight, bias, cu, has_bias):
+    bias = bias if has_bias else jnp.zeros_like(bias)
     return causal_conv(x, weight.T, bias, jnp.zeros(x.shape[1], bool).at[cu[:-1]].set(True, mode="drop"))
 
 
@@ -37,6 +38,7 @@ DECLARED = dict(
     contract=causal_conv_over_cp,
     mesh={"cp": (1, 2, 3, 4), "tp": (1, 2)},
     draw={"x": values("normal", "iota"), "weight": values("normal"), "bias": values("normal", "zeros")},
+    options={"has_bias": (True, False)},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("k", "t"),
     roundings=4,  # the result; the gradient of a row for this rank, for another one, and their sum
@@ -62,14 +64,14 @@ def stream(cut):
 
 @scheme(dims={**SIZES, "b": (2,)}, cost=cost(lambda c: 2), **rows("t/cp:dual_chunk_swap"), **DECLARED)
 @pytest.mark.cases(12)
-def convolution_over_cp(mesh, x, weight, bias):
-    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias)
+def convolution_over_cp(mesh, x, weight, bias, has_bias):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias if has_bias else None)
 
 
 @scheme(dims={**SIZES, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **rows("t/cp"), **DECLARED)
 @pytest.mark.cases(12)
-def convolution_contiguous(mesh, x, weight, bias):
-    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, layout="contiguous")
+def convolution_contiguous(mesh, x, weight, bias, has_bias):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias if has_bias else None, layout="contiguous")
 
 
 @scheme(
@@ -80,21 +82,23 @@ def convolution_contiguous(mesh, x, weight, bias):
     **DECLARED,
 )
 @pytest.mark.cases(12)
-def convolution_ragged(mesh, x, weight, bias):
-    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, layout=uneven_layout(mesh))
+def convolution_ragged(mesh, x, weight, bias, has_bias):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias if has_bias else None, layout=uneven_layout(mesh))
 
 
 @scheme(dims={**SIZES, "q": (4,)}, cost=cost(lambda c: 2 * (c.q - 1)), **stream("t/cp:packed"), **STREAM)
 @pytest.mark.cases(12)
-def convolution_packed(mesh, x, weight, bias, cu):
-    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, cu_seqlens=cu)
+def convolution_packed(mesh, x, weight, bias, cu, has_bias):
+    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias if has_bias else None, cu_seqlens=cu)
 
 
 @scheme(dims={**SIZES, "q": (4,)}, cost=cost(lambda c: 1), **stream("t/cp"), **STREAM)
 @pytest.mark.cases(12)
 @pytest.mark.cases(1, engine="gloo")
-def convolution_stream(mesh, x, weight, bias, cu):
-    return causal_conv_over_cp(x, weight, mesh["cp"], bias=bias, layout="contiguous", cu_seqlens=cu)
+def convolution_stream(mesh, x, weight, bias, cu, has_bias):
+    return causal_conv_over_cp(
+        x, weight, mesh["cp"], bias=bias if has_bias else None, layout="contiguous", cu_seqlens=cu
+    )
 
 
 # The halo alone. Its segments are the chunks of the sequence in order, so a layout shards them as it shards tokens.

@@ -15,9 +15,10 @@ from torch_impl.collectives import accumulator
 from torch_impl.mamba import gated_delta_rule
 
 
-def rows(query, key, value, g, beta, initial_state, scale=None):
+def rows(query, key, value, g, beta, initial_state, scale=None, has_initial=True):
     """Keys that are not normalized: short ones, since a share above 2 / |k|^2 would let the state grow."""
-    return reference(query, key, value, -jnp.exp(g), beta, initial_state / 3, scale=scale)
+    states = initial_state / 3 if has_initial else jnp.zeros_like(initial_state)
+    return reference(query, key, value, -jnp.exp(g), beta, states, scale=scale)
 
 
 def normalized_rows(query, key, value, g, beta, initial_state, scale=None):
@@ -34,7 +35,7 @@ def over_cp(mesh, query, key, value, g, beta, initial_state, **options):
     A decay is the exponential of a drawn value, and a state a third of one, in float32 or wider.
     """
     wide = accumulator(g.dtype)
-    g, states = -g.to(wide).exp(), initial_state.to(wide) / 3
+    g, states = -g.to(wide).exp(), None if initial_state is None else initial_state.to(wide) / 3
     return gated_delta_rule(
         query, key, value, g, beta, mesh["cp"], initial_state=states, output_final_state=True, **options
     )
@@ -97,13 +98,14 @@ DECLARED = dict(
     outputs=outputs("t/cp:dual_chunk_swap"),
     dims={**SIZES, "h": "2*hk", "b": (2,)},
     draw={**DRAW, "key": values("uniform")},
-    options=SCALES,
+    options={**SCALES, "has_initial": (True, False)},
     cost=cost(lambda c: 2),
     **DECLARED,
 )
 @pytest.mark.cases(9)
-def delta_rule(mesh, query, key, value, g, beta, initial_state, scale, chunk_size):
-    return over_cp(mesh, query, key, value, g, beta, initial_state, scale=scale, chunk_size=chunk_size)
+def delta_rule(mesh, query, key, value, g, beta, initial_state, scale, has_initial, chunk_size):
+    states = initial_state if has_initial else None
+    return over_cp(mesh, query, key, value, g, beta, states, scale=scale, chunk_size=chunk_size)
 
 
 @scheme(

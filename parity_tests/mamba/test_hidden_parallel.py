@@ -109,18 +109,20 @@ DECLARED = dict(
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **sharded_rows(":dual_chunk_swap"), **DECLARED)
-def hidden_parallel(mesh, u, parameters, groups, limits, fused, way):
-    return in_some_way(mesh, u, parameters, groups, limits=limits, fused=fused, way=way)
+def hidden_parallel(mesh, u, parameters, groups, limits, conv_bias, fused, way):
+    return in_some_way(mesh, u, parameters, groups, limits=limits, conv_bias=conv_bias, fused=fused, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **sharded_rows(""), **DECLARED)
-def hidden_parallel_contiguous(mesh, u, parameters, groups, limits, fused, way):
-    return in_some_way(mesh, u, parameters, groups, limits=limits, fused=fused, way=way, layout="contiguous")
+def hidden_parallel_contiguous(mesh, u, parameters, groups, limits, conv_bias, fused, way):
+    return in_some_way(
+        mesh, u, parameters, groups, limits=limits, conv_bias=conv_bias, fused=fused, way=way, layout="contiguous"
+    )
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **sharded_stream(":packed"), **DECLARED)
-def hidden_parallel_packed(mesh, u, parameters, groups, cu, limits, fused, way):
-    return in_some_way(mesh, u, parameters, groups, cu, limits=limits, fused=fused, way=way)
+def hidden_parallel_packed(mesh, u, parameters, groups, cu, limits, conv_bias, fused, way):
+    return in_some_way(mesh, u, parameters, groups, cu, limits=limits, conv_bias=conv_bias, fused=fused, way=way)
 
 
 SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)

@@ -56,13 +56,15 @@ DECLARED = dict(
     **sharded_rows(":dual_chunk_swap"),
     **DECLARED,
 )
-def state_passing(mesh, u, parameters, groups, limits, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, limits=limits, way=way)
+def state_passing(mesh, u, parameters, groups, limits, conv_bias, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, limits=limits, conv_bias=conv_bias, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **sharded_rows(""), **DECLARED)
-def state_passing_contiguous(mesh, u, parameters, groups, limits, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, limits=limits, way=way, layout="contiguous")
+def state_passing_contiguous(mesh, u, parameters, groups, limits, conv_bias, way):
+    return parallel(
+        MambaStatePassing, mesh, u, parameters, groups, limits=limits, conv_bias=conv_bias, way=way, layout="contiguous"
+    )
 
 
 @scheme(
@@ -71,13 +73,15 @@ def state_passing_contiguous(mesh, u, parameters, groups, limits, way):
     **sharded_stream(":packed"),
     **DECLARED,
 )
-def state_passing_packed(mesh, u, parameters, groups, cu, limits, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way, limits=limits)
+def state_passing_packed(mesh, u, parameters, groups, cu, limits, conv_bias, way):
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way, limits=limits, conv_bias=conv_bias)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, cost=cost(lambda c: 1), **sharded_stream(""), **DECLARED)
-def state_passing_stream(mesh, u, parameters, groups, cu, limits, way):
-    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, way, limits=limits, layout="contiguous")
+def state_passing_stream(mesh, u, parameters, groups, cu, limits, conv_bias, way):
+    return parallel(
+        MambaStatePassing, mesh, u, parameters, groups, cu, way, limits=limits, conv_bias=conv_bias, layout="contiguous"
+    )
 
 
 SCHEMES = (state_passing, state_passing_contiguous, state_passing_packed, state_passing_stream)
