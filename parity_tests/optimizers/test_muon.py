@@ -41,12 +41,13 @@ def passed(options):
     return {name: value for name, value in options.items() if value is not None}
 
 
-def reference(weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps):
+def reference(weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, calls=1, absent=None):
     options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "steps": steps}
-    after = {
-        name: muon(weights[name], gradients[name], buffers[name], rows=ROWS.get(name), **DEFAULTS | passed(options))
-        for name in weights
-    }
+    after = {name: (weights[name], buffers[name]) for name in weights}
+    for name in weights.keys() - {absent}:
+        for _ in range(calls):
+            weight, buffer = after[name]
+            after[name] = muon(weight, gradients[name], buffer, rows=ROWS.get(name), **DEFAULTS | passed(options))
     return {f"{tree}_{name}": after[name][i] for name in after for i, tree in enumerate(("weights", "buffers"))}
 
 
@@ -84,9 +85,9 @@ def declared(specs, dims, mesh, kinds=("zeros",), **changes):
 
 
 def muon_step(
-    parameters, buffers, lr, weight_decay, momentum, nesterov, steps=None, route=None, dtype=None, result=local
+    parameters, buffers, lr, weight_decay, momentum, nesterov, steps=None, route=None, dtype=None, result=local, calls=1
 ):
-    """Step `parameters`, which have their gradients. `result` makes the returned tensor of each weight and buffer.
+    """Step `parameters`, some of which have gradients. `result` makes the returned tensor of each weight and buffer.
 
     Settings that are None are left out.
     """
@@ -96,6 +97,8 @@ def muon_step(
     optimizer = Muon([*others, *fused], **passed(settings | {"route": route, "dtype": dtype}))
     states = {name: {"momentum_buffer": buffers[name].clone()} for name in parameters}
     stepped(optimizer, ((parameters[name], state) for name, state in states.items()))
+    for _ in range(calls - 1):
+        optimizer.step()
     weights = {f"weights_{name}": result(each.detach()) for name, each in parameters.items()}
     return weights | {f"buffers_{name}": result(state["momentum_buffer"]) for name, state in states.items()}
 
@@ -119,11 +122,19 @@ def with_strides_swapped(x):
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@scheme(**declared(SPECS, DIMS, {"dp": (1, 2, 4)}, rank_options=ROUTES))
-def muon_over_shards(mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, route):
+OF_CALLS = {"calls": (1, 2), "absent": (None, "wide")}
+
+
+@scheme(**declared(SPECS, DIMS, {"dp": (1, 2, 4)}, rank_options=ROUTES, options=OPTIONS | OF_CALLS))
+def muon_over_shards(
+    mesh, weights, gradients, buffers, lr, weight_decay, momentum, nesterov, steps, calls, absent, route
+):
+    """One or two steps; a parameter may have no gradient."""
     trees = [{**tree, "layers": with_strides_swapped(tree["layers"])} for tree in (weights, gradients, buffers)]
-    arguments = on_mesh(mesh.device_mesh, LAYER, *trees)
-    return muon_step(*arguments, lr, weight_decay, momentum, nesterov, steps, route)
+    parameters, buffers = on_mesh(mesh.device_mesh, LAYER, *trees)
+    if absent is not None:
+        parameters[absent].grad = None
+    return muon_step(parameters, buffers, lr, weight_decay, momentum, nesterov, steps, route, calls=calls)
 
 
 def cost(case):
@@ -295,6 +306,19 @@ def test_no_more_digits_than_are_computed_with_are_sent(route, sent):
     outcome = run(narrow_step, CaseSpec(scheme="muon", mesh={"dp": 2}, options={"route": route}))
     rows = [row for row in outcome.ledger.of(0) if row.op in ("all_to_all", "all_reduce")]
     assert [row.dtypes[0].removeprefix("torch.") for row in rows] == sent and outcome.results == (torch.float32,) * 2
+
+
+def step_of_two_dtypes(mesh, case):
+    dtypes = torch.bfloat16, torch.float32
+    Muon(
+        [distributed(torch.eye(4, dtype=each), mesh.device_mesh, [Shard(0)]) for each in dtypes], route="owners"
+    ).step()
+
+
+def test_a_narrow_matrix_beside_a_wide_one_is_sent_narrow():
+    outcome = run(step_of_two_dtypes, CaseSpec(scheme="muon", mesh={"dp": 2}))
+    sent = [row.dtypes[0].removeprefix("torch.") for row in outcome.ledger.of(0) if row.op == "all_to_all"]
+    assert sent == ["bfloat16"] * 2 + ["float32"] * 2
 
 
 def body_of_a_gradient_elsewhere(mesh, case):

@@ -192,7 +192,37 @@ def zero1_of_two_dtypes(mesh, weights, gradients, stored):
     return {f"weights_{name}": each.detach().to(weights[name].dtype) for name, each in parameters.items()}
 
 
-test_parity = parity([zero1_adamw, zero1_sgd, zero1_of_two_dtypes], lockstep=12)
+SMALL, MANY = 2.0**-8, 32  # a step that most 16-bit weights lose, and so many that the sum of them is seen
+
+
+def reference_small_steps(weights, gradients):
+    return {f"weights_{name}": x - MANY * SMALL * gradients[name] for name, x in weights.items()}
+
+
+def small_steps():
+    common = declared((), dtypes=("bfloat16",), sums="float32")
+    return {**common, "mesh": {"dp": (1, 2, 3)}, "rank_options": {"master": ("float32", "float64")}}
+
+
+@scheme(reference=reference_small_steps, **small_steps())
+def zero1_of_small_steps(mesh, weights, gradients, master):
+    """Master weights keep the digits of all steps; the parameters have them rounded."""
+    parameters = {name: nn.Parameter(x.clone()) for name, x in weights.items()}
+    zero = Zero1(
+        list(parameters.values()),
+        lambda groups: torch.optim.SGD(groups, lr=SMALL),
+        mesh.device_mesh,
+        dtype=getattr(torch, master),
+    )
+    for _ in range(MANY):
+        for name, each in parameters.items():
+            each.grad = gradients[name].clone()
+        zero.reduce_gradients()
+        zero.step()
+    return {f"weights_{name}": each.detach() for name, each in parameters.items()}
+
+
+test_parity = parity([zero1_adamw, zero1_sgd, zero1_of_two_dtypes, zero1_of_small_steps], lockstep=12)
 
 
 # To the bit: sums of integers are exact, and the step is the same arithmetic on fewer elements
