@@ -46,10 +46,10 @@ Lengths = Int[Tensor, "b q"]
 Returned = tuple[Float[Tensor, "b l d"], ByToken, ByToken, Bool[Tensor, "b l"], Lengths, Lengths, Int[Tensor, " b"]]
 
 
-def given_rows(x, labels, padded, real, tail):
+def given_rows(x, labels, padded, real, tail, fill=FILL):
     """Rows with a filled entry; with `tail` the last slot is as short as it may be, and the row longer."""
     slots = torch.cat([padded[:-1], real[-1:]]) if tail else padded
-    filled = [torch.cat([each, each.new_tensor([FILL])]).expand(len(x), -1) for each in (real, slots)]
+    filled = [torch.cat([each, each.new_tensor([fill])]).expand(len(x), -1) for each in (real, slots)]
     scores = labels[:, 0].clone()
     return {"input_ids": x, "labels": labels, "scores": scores, "seq_lens": filled[0], "seq_lens_padded": filled[1]}
 
@@ -62,17 +62,22 @@ def rows_of(out, b):
     return *(each.unflatten(0, (b, len(each) // b)) for each in flat), out["scores"].flatten()
 
 
-@scheme(**{**DECLARED, "rank_options": {**DECLARED["rank_options"], "as_context": (False, True)}})
-def share_of_a_batch(mesh, x, labels, padded, real, num_chunks, tail, as_context) -> Returned:
-    """In the words of dense batches, labels come as their loss mask."""
-    batch = given_rows(x, labels, padded, real, tail)
+WAYS = {"as_context": (False, True), "fill": (FILL, -1)}
+
+
+@scheme(**{**DECLARED, "rank_options": {**DECLARED["rank_options"], **WAYS}})
+def share_of_a_batch(mesh, x, labels, padded, real, num_chunks, tail, as_context, fill) -> Returned:
+    """In the words of dense batches, labels come as their loss mask; in the other words tokens are read by index."""
+    batch = given_rows(x, labels, padded, real, tail, fill)
+    options = {"num_chunks": num_chunks, "seq_lens_padding_value": fill}
     if as_context:
         loss_mask = batch.pop("labels")
-        factory, out = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, loss_mask, use_te=True, num_chunks=num_chunks)
+        factory, out = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, loss_mask, use_te=True, **options)
         with factory():
             return rows_of({**out, "labels": out["loss_mask"]}, len(x))
-    out = cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, num_chunks=num_chunks)
-    return rows_of(out, len(x))
+    cp_mesh = mesh.device_mesh["cp"] if mesh.size("cp") > 1 else None
+    out, index = cp.make_cp_batch_for_te(cp_mesh, batch, return_local_indices=True, **options)
+    return rows_of({**out, "input_ids": x.flatten(0, 1)[index]}, len(x))
 
 
 @scheme(**{**DECLARED, "rank_options": {**DECLARED["rank_options"], "narrow": (False, True)}})

@@ -176,21 +176,28 @@ def test_a_second_derivative_over_a_halo_is_rejected():
     run(body, CaseSpec(scheme="documents", mesh={"cp": N}))
 
 
-def test_gradients_of_a_halo_are_summed_in_float32():
-    """256 of the key's own rank and 1 of each of two others: bfloat16 has 258, and loses a 1 beside 256."""
-    own, window = 7, 11  # the last key of rank 0, which has 8 keys; of queries 7 to 17
-    cotangents = {own: 256.0 * (own + 1), 15: float(window), 16: float(window)}  # times the share of each key
+OF_ROUTES = {
+    "halo": (32, N, {"window": 11}, {7: 8, 15: 11, 16: 11}),  # on three ranks; these see 11 keys
+    # Two on rank 0, in two kernel calls: its triangle of 2048 rows is split.
+    "all_gather": (4096, 2, {"exchange": "all_gather"}, {7: 8, 1535: 1536, 3071: 3072}),
+}
+
+
+@pytest.mark.parametrize(("length", "cp", "options", "keys_of"), OF_ROUTES.values(), ids=OF_ROUTES)
+def test_gradients_of_keys_are_summed_in_float32(length, cp, options, keys_of):
+    """256 of one query and 1 of each of two others: bfloat16 has 258, and loses a 1 beside 256."""
+    shares = dict(zip(keys_of, (256.0, 1.0, 1.0), strict=True))
 
     def body(mesh, case):
-        layout = TokenLayout.dense("contiguous", 32, cp_size=N, cp_rank=mesh.rank("cp"))
-        q, k, v = (torch.zeros(1, 1, 8, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        out = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, window=window)
-        every = torch.zeros(1, 1, 32, 4, dtype=out.dtype)
-        for query, cotangent in cotangents.items():
-            every[:, :, query] = cotangent
-        return torch.autograd.grad(out, v, layout.shard(every, 2))[0][0, 0, own].tolist()
+        layout = TokenLayout.dense("contiguous", length, cp_size=cp, cp_rank=mesh.rank("cp"))
+        q, k, v = (torch.zeros(1, 1, length // cp, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        out = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, **options)
+        every = torch.zeros(1, 1, length, 4, dtype=out.dtype)
+        for query, share in shares.items():
+            every[:, :, query] = share * keys_of[query]  # each key that it sees has an equal part
+        return torch.autograd.grad(out, v, layout.shard(every, 2))[0][0, 0, 7].tolist()
 
-    first, *_ = run(body, CaseSpec(scheme="documents", mesh={"cp": N})).results
+    first, *_ = run(body, CaseSpec(scheme="documents", mesh={"cp": cp})).results
     assert first == [258.0] * 4
 
 
