@@ -97,12 +97,24 @@ def values_of(scheme: Declared, option: Option) -> Iterator[str]:
     if not passed and any(name is None for name, _ in arguments(scheme.fn, option.function)):
         passed = [ast.Name(option.name)] * mentions(scheme.fn, option.name)  # in what stands behind two asterisks
     for value in passed:
-        if isinstance(value, ast.Constant):
-            yield option.value_of(value.value)
-        else:
-            yield GIVEN if GIVEN in option.documented else OTHER
+        yield from values_of_expression(value, option, scheme)
     if not passed and option.default is not inspect.Parameter.empty:
         yield option.value_of(option.default)
+
+
+def values_of_expression(value: ast.expr, option: Option, scheme: Declared) -> Iterator[str]:
+    """The documented values that an argument in a scheme's code may have; a condition is true in some cases."""
+    if isinstance(value, ast.Constant):
+        yield option.value_of(value.value)
+    elif isinstance(value, ast.Name) and value.id in scheme.all_options:
+        yield from map(option.value_of, scheme.all_options[value.id])
+    elif isinstance(value, ast.IfExp):
+        for branch in (value.body, value.orelse):
+            yield from values_of_expression(branch, option, scheme)
+    elif isinstance(value, ast.Call | ast.Compare | ast.UnaryOp) and option.documented == ("False", "True"):
+        yield from option.documented
+    else:
+        yield GIVEN if GIVEN in option.documented else OTHER
 
 
 @cache

@@ -61,3 +61,12 @@ def test_a_value_is_drawn_as_an_option_as_an_input_or_by_the_code(option_table):
     assert options["times"].holes == ["None"]
     assert "<strong>no scheme</strong>" in option_table.row(options["times"])
     assert ast.unparse(dict(option_table.arguments(simulated_messages.fn, simulate))["order"]) == "actions"
+
+
+def test_a_condition_of_the_code_has_both_values(option_table):
+    from parity_tests.vocab_parallel.test_logprob import logprob_with_entropy
+    from shardproof.implementation.public_names import PublicName
+
+    logprob = PublicName("torch_impl.vocab_parallel", "vocab_parallel_logprob")
+    options = {option.name: option for option in option_table.options_of(logprob)}
+    assert list(option_table.values_of(logprob_with_entropy, options["inference_only"])) == ["False", "True"]
