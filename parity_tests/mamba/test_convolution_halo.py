@@ -7,7 +7,7 @@ import torch
 from jax_ref.mamba import causal_conv
 from parity_tests.mamba.uneven import TOKENS, uneven, uneven_layout
 from parity_tests.rejections import rejected
-from shardproof import Cost, integers, offsets, scheme, values
+from shardproof import Cost, integers, offsets, scheme, stored, values
 from torch_impl.mamba import causal_conv_over_cp, convolution_halo
 
 
@@ -104,12 +104,21 @@ def convolution_stream(mesh, x, weight, bias, cu, has_bias):
 # The halo alone. Its segments are the chunks of the sequence in order, so a layout shards them as it shards tokens.
 
 
-def rows_before(x, chunks, taps):
-    """The rows before each of equal chunks of the sequence, and zeros before the first."""
-    width = len(taps)
-    padded = jnp.concatenate([jnp.zeros_like(jnp.repeat(x[:, :1], width, axis=1)), x], axis=1)
-    length = x.shape[1] // len(chunks)
-    return jnp.stack([padded[:, m * length : m * length + width] for m in range(len(chunks))], axis=1)
+def rows_before(x, chunks, taps, reader=lambda m, count: m):
+    """The rows before each of equal chunks of the sequence, and zeros before the first.
+
+    The rank that reads a chunk has a copy of the rows, and stores the copy's gradient before the ranks' are added.
+    """
+    width, count = len(taps), len(chunks)
+    length = x.shape[1] // count
+    copies = {reader(m, count): stored(x) for m in range(count)}
+    padded = [jnp.pad(copies[reader(m, count)], ((0, 0), (width, 0), (0, 0))) for m in range(count)]
+    return jnp.stack([rows[:, m * length : m * length + width] for m, rows in enumerate(padded)], axis=1)
+
+
+def rows_before_swapped(x, chunks, taps):
+    """Rank r reads before chunk r and before the chunk that is as far from the end."""
+    return rows_before(x, chunks, taps, lambda m, count: min(m, count - 1 - m))
 
 
 def halo_cost(segments):
@@ -123,16 +132,15 @@ def halo_cost(segments):
 
 HALO = dict(
     contract=convolution_halo,
-    reference=rows_before,
     mesh={"cp": (1, 2, 3, 4)},
     draw={"x": values("normal", "iota"), **dict.fromkeys(("chunks", "taps"), integers(0, 0))},
     dtypes=("float32", "bfloat16", "float64"),
     sums="float32",
-    roundings=2,  # the gradient of a row for each rank, and their sum
 )
 
 
 @scheme(
+    reference=rows_before,
     inputs={"x": "b t/cp c", "chunks": "m", "taps": "w"},
     outputs="b m/cp w c",
     dims={"b": (2,), "t": (12,), "c": (3,), "w": (3, 1, 7), "m": "cp"},
@@ -145,6 +153,7 @@ def halo_contiguous(mesh, x, chunks, taps):
 
 
 @scheme(
+    reference=rows_before_swapped,
     inputs={"x": "b t/cp:dual_chunk_swap c", "chunks": "m", "taps": "w"},
     outputs="b m/cp:dual_chunk_swap w c",
     dims={"b": (2,), "t": (24,), "c": (3,), "w": (3, 1, 7), "m": "2*cp"},
