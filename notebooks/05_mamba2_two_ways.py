@@ -159,9 +159,9 @@ print(mixed.verify(examples=12))
 
 # %%
 class WithoutHalo(MambaStatePassing):
-    def _convolve(self, x, parameters, segments):
+    def _mix_rows(self, rows, parameters, segments):
         zeros = torch.full_like(segments.halo.before, self.cp_size * len(segments.halo.sent))
-        return super()._convolve(x, parameters, replace(segments, halo=replace(segments.halo, before=zeros)))
+        return super()._mix_rows(rows, parameters, replace(segments, halo=replace(segments.halo, before=zeros)))
 
 
 STRATEGIES["without halo"] = WithoutHalo
