@@ -81,8 +81,8 @@ class MixerStrategy:
 
     def get_conv1d_bias(self) -> Float[Tensor, " c"] | None:
         """This rank's channels x|B|C of the convolution's bias, [channels]; None without a bias."""
-        bias = self._parameter("conv1d.bias")
-        return None if bias is None else self._slice_conv_param(bias)
+        has_bias = attrgetter("conv1d.bias")(self.mixer) is not None
+        return self._slice_conv_param(self._parameter("conv1d.bias")) if has_bias else None
 
     def get_dt_bias(self, dt_bias: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
         """dt_bias of this rank's heads, [heads].

@@ -112,7 +112,7 @@ class TrainingSamplingParams:
     """
 
     top_k: int | None = None
-    top_p: float = 1.0
+    top_p: float | None = 1.0
     temperature: float = 1.0
     min_p: float | None = None
 
