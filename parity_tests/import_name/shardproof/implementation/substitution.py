@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.declare.case import SizesAndOptions
-from shardproof.declare.conditions import excluded_by_default
+from shardproof.declare.conditions import WITHOUT_GRADIENTS, excluded_by_default
 from shardproof.declare.declared import Declared, Implementation
 from shardproof.declare.validation import SHARED
 from shardproof.draw.drawing import one_case
@@ -61,10 +61,10 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
 
 
 def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
-    """The scheme restricted to option values that the other implementation has parameters for.
+    """The scheme restricted to option values and conditions that the other implementation has parameters for.
 
-    If it lacks a parameter of ours, each combination of option values is run once. Errors: NotApplicable if it accepts
-    none of them.
+    If it lacks a parameter of ours, each combination of option values is run once, and one of them without gradients.
+    Errors: NotApplicable if it accepts no combination.
     """
     record = scheme.implementation
     if record is None or not record.lacks_parameters:
@@ -78,8 +78,13 @@ def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
     possible = [values for values, reason in zip(combinations, reasons, strict=True) if reason is None]
     if not possible:
         raise NotApplicable(next(reason for reason in reasons if reason is not None))
+    not_applicable: list[str] = []
+    reason = _why_not(scheme, {**fixed, **possible[0]}, {"no_grad": True})
+    if reason is not None:
+        scheme = replace(scheme, excluded_conditions=(*scheme.excluded_conditions, *WITHOUT_GRADIENTS))
+        not_applicable.append(f"{reason} (under no_grad)")
     if len(possible) == len(combinations):
-        return scheme
+        return replace(scheme, implementation=replace(record, not_applicable="; ".join(not_applicable) or None))
 
     def is_possible(case: SizesAndOptions) -> bool:
         allowed = any(all(case.options[name] == value for name, value in each.items()) for each in possible)
@@ -89,12 +94,13 @@ def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
         name: tuple(v for v in values if any(each[name] == v for each in possible)) for name, values in choices.items()
     }
     is_rectangle = len(possible) == len(list(itertools.product(*possible_choices.values())))
+    not_applicable.append(_rejected_choices(choices, possible_choices, reasons))
     return replace(
         scheme,
         options={name: possible_choices.get(name, values) for name, values in scheme.options.items()},
         rank_options={name: possible_choices.get(name, values) for name, values in scheme.rank_options.items()},
         assume=scheme.assume if is_rectangle else is_possible,
-        implementation=replace(record, not_applicable=_rejected_choices(choices, possible_choices, reasons)),
+        implementation=replace(record, not_applicable="; ".join(not_applicable)),
     )
 
 
@@ -118,10 +124,10 @@ def _absence(module: Any, name: PublicName) -> str:
     return f"has no {name.name}" + (f" (it has {similar[0]})" if similar else "")
 
 
-def _why_not(scheme: Declared, fixed: Mapping[str, Any]) -> str | None:
+def _why_not(scheme: Declared, fixed: Mapping[str, Any], conditions: Mapping[str, Any] | None = None) -> str | None:
     """Why the other implementation cannot be called this way; None if it can, or fails in another way."""
     try:
-        run(Program.of(scheme), one_case(scheme, **fixed))
+        run(Program.of(scheme), one_case(scheme, **fixed).replace(conditions=dict(conditions or {})))
     except RankFailure as failure:
         return str(failure.__cause__) if isinstance(failure.__cause__, NotApplicable) else None
     except ValueError:  # no such case exists: verifying it will report that
