@@ -9,7 +9,7 @@ from parity_tests.slow import slow_unless
 from shardproof import scheme, values
 from shardproof.declare.conditions import COTANGENT
 from shardproof.declare.discover import built_in
-from shardproof.draw.calling_conditions import may_be_expanded
+from shardproof.draw.calling_conditions import is_parameter, may_be_expanded
 from shardproof.draw.choosers import seeded_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.draw.size_choices import meshes
@@ -21,9 +21,14 @@ EACH = 5  # of the built-in schemes
 STORED = ("transposed", "stepped", "expanded")
 
 
+def views(declared):
+    """Inputs that may be strided views: a module has no such parameters, and FSDP2 rejects them."""
+    return [arg.name for arg in declared.inputs if arg.spec.dims and not is_parameter(declared, arg.name)]
+
+
 def may_be_strided(declared):
     engines = {"lockstep", "gloo"} <= set(declared.engines)
-    return engines and any(arg.spec.dims for arg in declared.inputs) and "strided" not in declared.excluded_conditions
+    return engines and bool(views(declared)) and "strided" not in declared.excluded_conditions
 
 
 SAMPLE = {declared.key: declared for declared in [d for d in built_in() if may_be_strided(d)][::EACH]}
@@ -31,10 +36,9 @@ SAMPLE = {declared.key: declared for declared in [d for d in built_in() if may_b
 
 def stored(declared, kind):
     """The conditions of `CaseSpec.conditions` for tensors that are all stored so; an expanded input is one row."""
-    inputs = [arg.name for arg in declared.inputs if arg.spec.dims]
     cotangents = [COTANGENT + arg.name for arg in declared.outputs if arg.differentiable]
     if kind != "expanded":
-        return {"strided": dict.fromkeys([*inputs, *cotangents], kind)}
+        return {"strided": dict.fromkeys([*views(declared), *cotangents], kind)}
     return {"expanded": [arg.name for arg in declared.inputs if may_be_expanded(declared, arg)] + cotangents}
 
 
