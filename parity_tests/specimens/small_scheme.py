@@ -8,19 +8,33 @@ from shardproof import scheme, values
 
 def summed(x, group):
     """The sum over a group, whose backward is the identity."""
+    return Sum.apply(x, group)
 
-    class Sum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            total = x.clone()
-            dist.all_reduce(total, group=group)
-            return total
 
-        @staticmethod
-        def backward(ctx, cotangent):
-            return cotangent
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
-    return Sum.apply(x)
+    @staticmethod
+    def backward(ctx, cotangent):
+        return Copy.apply(cotangent, ctx.group), None
+
+
+class Copy(torch.autograd.Function):
+    """The identity, whose backward is the sum: every rank of the group has the same cotangents of a sum."""
+
+    @staticmethod
+    def forward(ctx, cotangent, group):
+        ctx.group = group
+        return cotangent.view_as(cotangent)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Sum.apply(gradient, ctx.group), None
 
 
 def declared(function, reference=lambda x: x * 2.0, inputs=None, outputs="b/tp", **more):

@@ -203,8 +203,7 @@ def test_the_default_group_inside_a_sub_group():
     def well_behaved(mesh, x):
         return summed(x, mesh["tp"])
 
-    excluded = ("second_derivative",)  # the backward of `summed` has no derivative over the ranks
-    right = declared(well_behaved, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", excluded_conditions=excluded)
+    right = declared(well_behaved, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I")
     assert right.verify(examples=5, inside_subgroup=True).ok
 
 
