@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Annotated
@@ -55,8 +56,9 @@ def nothing(group):
 
 
 @pytest.fixture(autouse=True)
-def folder():
-    """The example in the working folder, which is a test's own."""
+def folder(monkeypatch):
+    """The example in the working folder, which is a test's own; the module of an earlier test's folder is forgotten."""
+    monkeypatch.delitem(sys.modules, "my_function", raising=False)
     shutil.copy(EXAMPLE, "my_function.py")
 
 

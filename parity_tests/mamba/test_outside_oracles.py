@@ -4,6 +4,7 @@ Most oracles take one sequence, so sequences are given one after another. Our va
 budgets that the harness computed for the case.
 """
 
+import math
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
@@ -79,17 +80,18 @@ def layer(case):
     """All of mamba-ssm's Mamba2 of each sequence, in float32 inside."""
     variant = case.options.get("variant", {})
     groups = variant.get("norm_groups", case.dims["g"])
-    limits = {name: variant[name] for name in ("dt_limit",) if name in variant}
+    limits = variant.get("dt_limit", case.options.get("limits", (0.0, math.inf)))
+    has_bias = case.options.get("conv_bias", True)
 
     def function(u, groups, cu, **parameters):
         w = {name.removeprefix("parameters."): x for name, x in parameters.items()}
-        fixed = {"rmsnorm_eps": 1e-5, "norm_before_gate": False, **limits}
+        fixed = {"rmsnorm_eps": 1e-5, "norm_before_gate": False, "dt_limit": limits}
         reference = outside().scan.mamba_split_conv1d_scan_ref
         outputs = [
             reference(
                 F.linear(part, w["in_proj.weight"]),
                 w["conv1d.weight"][:, 0],
-                w["conv1d.bias"],
+                w["conv1d.bias"] * has_bias,
                 w["dt_bias"],
                 -w["A_log"].exp(),
                 w["D"].expand(-1, case.dims["p"]),
