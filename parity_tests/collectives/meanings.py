@@ -4,7 +4,6 @@ Most are the identity: a collective moves shards or adds up addends, and the ful
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -77,15 +76,3 @@ def sum_of_rows(x: Float[Array, "w b"]) -> Float[Array, "1 b"]:
 
 
 # What the ranks and the layouts of these schemes know of unequal shards.
-
-
-def uneven_lengths(size: int, world: int) -> list[int]:
-    """Shards of unequal length, an empty one among them from three ranks on."""
-    borders = np.minimum(np.cumsum([0, *((3 * rank + 2) % 5 for rank in range(world))]), size)
-    borders[-1] = size
-    return np.diff(borders).tolist()
-
-
-def uneven(size: int, world: int) -> list[np.ndarray]:
-    """The layout of `uneven_lengths`."""
-    return np.split(np.arange(size), np.cumsum(uneven_lengths(size, world))[:-1])

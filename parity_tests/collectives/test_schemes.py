@@ -6,8 +6,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from parity_tests.collectives import meanings
-from parity_tests.collectives.meanings import uneven
-from parity_tests.collectives.meanings import uneven_lengths as lengths
+from parity_tests.collectives.uneven_shards import uneven
+from parity_tests.collectives.uneven_shards import uneven_lengths as lengths
 from parity_tests.parity import parity
 from shardproof import Cost, integers, scheme
 from torch_impl import collectives as c

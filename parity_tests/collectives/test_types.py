@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parity_tests.collectives import meanings
-from parity_tests.collectives.meanings import uneven, uneven_lengths
+from parity_tests.collectives.uneven_shards import uneven, uneven_lengths
 from parity_tests.parity import parity
 from parity_tests.rejections import rejected
 from shardproof import Cost, integers, scheme

@@ -81,8 +81,8 @@ class MixerStrategy:
 
     def get_conv1d_bias(self) -> Float[Tensor, " c"] | None:
         """This rank's channels x|B|C of the convolution's bias, [channels]; None without a bias."""
-        has_bias = attrgetter("conv1d.bias")(self.mixer) is not None
-        return self._slice_conv_param(self._parameter("conv1d.bias")) if has_bias else None
+        bias = self._parameter("conv1d.bias")
+        return None if bias is None else self._slice_conv_param(bias)
 
     def get_dt_bias(self, dt_bias: Float[Tensor, " h"] | None = None) -> Float[Tensor, " l"]:
         """dt_bias of this rank's heads, [heads].
@@ -119,8 +119,11 @@ class MixerStrategy:
         """Why cp ranks cannot share these sizes, or None."""
         return None
 
-    def _parameter(self, name: str) -> Tensor:
-        """The current parameter, since FSDP2 replaces it between steps; the local tensor of a replicated DTensor."""
+    def _parameter(self, name: str) -> Any:
+        """The current parameter, since FSDP2 replaces it between steps; the local tensor of a replicated DTensor.
+
+        None for a bias that the mixer does not have.
+        """
         from torch.distributed.tensor import DTensor
 
         parameter = attrgetter(name)(self.mixer)

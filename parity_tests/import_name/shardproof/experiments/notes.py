@@ -10,6 +10,7 @@ state a fact about their own case are printed unchanged.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -65,6 +66,12 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
     each input and for each collective.
     """
+    # The function has given its own warnings before; edits would add those of operations that it does not have.
+    with warnings.catch_warnings(action="ignore"):
+        return _checked(scheme, report)
+
+
+def _checked(scheme: Declared, report: Report) -> Report:
     if report.failure is not None or not report.notes:
         return report
     # Skip other cases if each would start processes, or would start from state that earlier calls left in the function.
