@@ -29,7 +29,7 @@ from shardproof.experiments.input_edits import Change, InputEdit, edits_of_input
 from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import OBSERVED, Note
-from shardproof.explain.places import NO_PATTERN
+from shardproof.explain.places import NO_PATTERN, ORDER_OF
 from shardproof.judge.compare import compared
 from shardproof.judge.reference import Reference, evaluate
 from shardproof.report.report import Report
@@ -120,7 +120,7 @@ def name_edited_inputs(
 
 
 def _names_a_cause(note: Note) -> bool:
-    starts = (RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING)
+    starts = (RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING, ORDER_OF)
     return names_a_number(note) or note.startswith(starts)
 
 

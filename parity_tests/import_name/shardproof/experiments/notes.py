@@ -37,7 +37,7 @@ from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
 from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
-from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, SAME_VALUES, worst_element
+from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, ORDER_OF, SAME_VALUES, worst_element
 from shardproof.explain.sums import ZERO_ADDEND, zero_addend
 from shardproof.judge.compare import max_finite
 from shardproof.report.report import Report, mesh_text, sizes
@@ -343,12 +343,12 @@ def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[st
     """The notes; if a case fails only under its call, a note on values in another order names the part that matters."""
     conditions = set(report.case.conditions) if report.conditions_needed else set()
     if conditions.intersection(OTHER_CALLS):
-        cause = "the order of the other call: state that depends on the call's sizes or values is kept between calls"
+        cause = "the other call: state that depends on the call's sizes or values is kept between calls"
     elif conditions.intersection(VIEWS):
-        cause = "the order of memory: a view is read as if it were contiguous"
+        cause = "memory: a view is read as if it were contiguous"
     else:
         return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
-    order = Note(f"{SAME_VALUES}, {cause}")
+    order = Note(f"{ORDER_OF}{cause}")
     return {
         label: tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
         for label, of_tensor in notes.items()

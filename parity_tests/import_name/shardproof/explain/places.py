@@ -153,6 +153,7 @@ def _rank_text(evidence: Evidence, index: tuple[int, ...]) -> str:
 
 
 SAME_VALUES = "same values in another order"
+ORDER_OF = f"{SAME_VALUES}, the order of "  # another call, or memory; a layout has other words
 _SAME_VALUES = f"{SAME_VALUES}: a layout is not undone, or applied twice"
 _BUILT_IN_LAYOUTS = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swap, "striped": striped}
 
