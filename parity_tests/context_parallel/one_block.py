@@ -27,3 +27,8 @@ def two_keys_or_more(generator, shape):
     """1 where a query sees a key, else 0. The gradient of a query of one key is 0, and so would be its budget."""
     seen = generator.random(shape).argsort(-1) < generator.integers(2, shape[-1] + 1, (*shape[:-1], 1))
     return seen.astype("float64")
+
+
+def masked(function, q, k, v, seen, rule):
+    masks = {"keys": seen[:, None, :1] > 0, "pairs": seen[:, None] > 0}
+    return function.apply(q, k, v, masks.get(rule), rule == "causal")

@@ -3,8 +3,8 @@
 import pytest
 
 from parity_tests.context_parallel.cuda_kernels import CudaKernels
-from parity_tests.context_parallel.one_block import OneBlock
-from parity_tests.context_parallel.test_plain_attention import ONE_BLOCK, masked
+from parity_tests.context_parallel.one_block import OneBlock, masked
+from parity_tests.context_parallel.test_plain_attention import ONE_BLOCK
 from shardproof import scheme
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_ref.context_parallel import attention
-from parity_tests.context_parallel.one_block import RULES, SCALE, OneBlock, two_keys_or_more
+from parity_tests.context_parallel.one_block import RULES, SCALE, OneBlock, masked, two_keys_or_more
 from shardproof import scheme, values
 from torch_impl.context_parallel.block_kernels import ROWS
 
@@ -31,11 +31,6 @@ ONE_BLOCK = dict(
     reduction=("j", "p", "i"),
     roundings=3,  # the output, and its product with the cotangent, from which a gradient is computed
 )
-
-
-def masked(function, q, k, v, seen, rule):
-    masks = {"keys": seen[:, None, :1] > 0, "pairs": seen[:, None] > 0}
-    return function.apply(q, k, v, masks.get(rule), rule == "causal")
 
 
 @scheme(

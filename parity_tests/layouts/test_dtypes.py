@@ -4,8 +4,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from parity_tests.layouts.test_token_layout import PACKED, first, packed_layout
+from parity_tests.layouts.test_token_layout import PACKED, first
 from shardproof import Cost, check_cases, integers, offsets, scheme
+from torch_impl.layouts import TokenLayout
 
 
 @scheme(
@@ -20,7 +21,8 @@ from shardproof import Cost, check_cases, integers, offsets, scheme
 )
 def sharded_ids(mesh, x, padded, kind) -> Int[Tensor, " l"]:
     """A row of ids keeps its dtype; torch selects rows of more dtypes than single numbers."""
-    shard = packed_layout(mesh, padded).shard(x.to(getattr(torch, kind)), 0)
+    layout = TokenLayout.packed(padded, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    shard = layout.shard(x.to(getattr(torch, kind)), 0)
     assert shard.dtype == getattr(torch, kind)
     return shard.to(x.dtype)
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from parity_tests.parallelizer.adapted_layer import ALPHA, adapted_layer
 from parity_tests.parallelizer.families import Chosen, empty, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
 from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
-from parity_tests.parallelizer.test_lora import ALPHA, adapted_layer
 from parity_tests.parallelizer.training import parallelized
 from parity_tests.parity import parity
 from shardproof import CaseSpec, scheme, values

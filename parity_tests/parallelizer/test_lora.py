@@ -14,9 +14,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from jax_ref.parallelizer import lora_weight
+from parity_tests.parallelizer.adapted_layer import ALPHA, adapted_layer
 from parity_tests.parallelizer.families import Chosen, batch, model_of
 from parity_tests.parallelizer.plain_modules import differentiated
-from parity_tests.parallelizer.styled import accumulated, linear_layer, styled
+from parity_tests.parallelizer.styled import accumulated, styled
 from parity_tests.parallelizer.training import broken, broken_on_ranks, parallelized, summed_loss
 from parity_tests.parity import parity
 from parity_tests.slow import slow_but
@@ -35,23 +36,7 @@ from torch_impl.parallelizer import (
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.tp_plan import check_plan
 
-ALPHA = 3.0
 TRAINED = ("lora_A.weight", "lora_B.weight", "lora_magnitude")
-
-
-def adapted_layer(weight, bias, a, b, magnitude, is_bias_trained=False):
-    """A layer with these values; without a magnitude it is no DoRA. A caller may train its bias too."""
-    with torch.random.fork_rng(devices=[]):
-        layer = LoRALinear(linear_layer(weight, bias), len(a), ALPHA, dora=magnitude is not None)
-    layer.requires_grad_(False)
-    if bias is not None:
-        layer.bias.requires_grad_(is_bias_trained)
-    given = {"lora_A": (layer.lora_A, "weight", a), "lora_B": (layer.lora_B, "weight", b)}
-    if magnitude is not None:
-        given["lora_magnitude"] = (layer, "lora_magnitude", magnitude)
-    for owner, name, value in given.values():
-        owner.register_parameter(name, nn.Parameter(value.clone()))
-    return layer
 
 
 def merged_twice(layer):
