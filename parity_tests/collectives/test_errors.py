@@ -80,6 +80,10 @@ REJECTED = {
             "collectives.all_gather: lengths=[2] has 1 entries for 2 ranks",
         ),
         (
+            lambda g: c.all_gather(X, g, out="R", lengths=[2.0, 2.0]),
+            "collectives.all_gather: lengths=[2.0, 2.0] has an entry that is no integer",
+        ),
+        (
             lambda g: c.all_gather(X, g, out="R", lengths=[2, -1]),
             "collectives.all_gather: lengths=[2, -1] has a negative entry",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,12 +19,16 @@ def dim_from_front(name: str, dim: int, x: Tensor) -> int:
 
 
 def lengths_of_ranks(name: str, lengths: Sequence[int], group: ProcessGroup) -> list[int]:
-    """`lengths` as a list. Errors: ValueError unless there is one length, 0 or more, for each rank."""
+    """`lengths` as a list. Errors: ValueError unless there is one length, an integer of 0 or more, for each rank."""
+    try:
+        lengths = [index(length) for length in lengths]
+    except TypeError:
+        raise Rejected(f"{name}={lengths!r} has an entry that is no integer") from None
     if len(lengths) != group.size():
-        raise Rejected(f"{name}={list(lengths)} has {len(lengths)} entries for {group.size()} ranks")
+        raise Rejected(f"{name}={lengths} has {len(lengths)} entries for {group.size()} ranks")
     if min(lengths) < 0:
-        raise Rejected(f"{name}={list(lengths)} has a negative entry")
-    return list(lengths)
+        raise Rejected(f"{name}={lengths} has a negative entry")
+    return lengths
 
 
 def lengths_to_gather(name: str, lengths: Sequence[int] | None, x: Tensor, dim: int, group: ProcessGroup) -> list[int]:
