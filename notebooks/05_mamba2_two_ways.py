@@ -15,9 +15,9 @@
 # # Mamba2 two ways
 #
 # A Mamba2 mixer runs along the sequence, and the sequence is sharded over ranks. One strategy swaps tokens for heads,
-# so that each rank has all tokens of its heads. The other leaves every token where it is and passes on what reaches
-# across a border. Both mean the same recurrence. Which sends less is a matter of lengths. Everything runs on this
-# CPU.
+# so that each rank has all tokens of its heads. The other leaves every token where it is, and sends rows and
+# states across the borders. Both compute the same recurrence. The lengths decide which of them sends less. Everything
+# runs on this CPU.
 
 # %%
 # %matplotlib inline
@@ -40,12 +40,12 @@ SIZES = dict(num_heads=4, head_dim=2, n_groups=2, d_state=2)
 TOKENS, RANKS = 16, 4
 
 # %% [markdown]
-# ## Who holds what while it is mixed
+# ## Which rank holds which tokens and heads
 #
 # Tokens along, heads down, one colour for each rank. DualChunkSwap gives a rank an early chunk and its mirror image.
 # Hidden-parallel turns the picture by one all-to-all before the convolution and one after the gate. State passing never
-# turns it. Arrows are what has to cross: a few rows for the convolution, gathered from all ranks at once, and one state
-# for each head, likewise.
+# turns it. Arrows are messages across a border: a few rows for the convolution, gathered from all ranks at once,
+# and one state for each head, gathered likewise.
 
 # %%
 layout = TokenLayout.dense("dual_chunk_swap", TOKENS, cp_size=RANKS, cp_rank=0)
@@ -79,7 +79,7 @@ plt.show()
 #     x|B|C = silu(conv(x|B|C));  S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T
 #     y[t] = (S[t] C[t] + D x[t]) silu(z[t])
 #
-# It stands between the projections, and takes what in_proj gives: z, x, B, C and dt.
+# It stands between the projections, and takes the outputs of in_proj: z, x, B, C and dt.
 
 
 # %%
@@ -97,7 +97,7 @@ def reference(projected, conv_weight, dt_bias, A_log, D):
 # %% [markdown]
 # A strategy needs a mixer for its parameters only. One scheme, with the strategy as an option, compares both with the
 # reference: outputs, the gradient of the input and of every parameter. Parameters are replicated (`cp=R`), so
-# their gradients add up over ranks. What is sent is declared too, and counted.
+# their gradients add up over ranks. Messages are declared too, and counted.
 
 # %%
 STRATEGIES = {"hidden-parallel": MambaContextParallel, "state passing": MambaStatePassing}
@@ -179,8 +179,7 @@ assert not broken.ok
 display(broken)
 
 # %% [markdown]
-# Nothing before the first border is wrong, everything after it is: what the convolution got wrong is in every later
-# state.
+# Everything after the first border is wrong, and nothing before it: the convolution's error is in every later state.
 
 # %%
 out = broken.tensors[0]
@@ -250,8 +249,8 @@ print(mamba_cp_bytes(tokens=12000, cp_size=6, **{**LARGE, "num_heads": 64}))
 # %% [markdown]
 # ## Your turn
 #
-# 1. Each rank computes the final state of its own tokens from a state of zero, before it knows what came before them.
-#    How do two such states give the state after both halves? What has to travel beside them?
+# 1. Each rank computes the final state of its own tokens from a state of zero, before it knows the tokens before them.
+#    How do two such states give the state after both halves? Which number has to travel beside them?
 # 2. Declare `D` as `h cp=I`: each rank then promises the full gradient. What does the report say at `cp=1` and at
 #    `cp=2`?
 #

@@ -180,9 +180,9 @@ def test_an_import_that_takes_long_is_named(tmp_path):
     """As one that waits for other ranks, because the environment is a launcher's."""
     limits = f"{QUICK}supervised_module.IDLE_S, supervised_module.LONG_IMPORT_S = 60.0, 0.3\n"
     source = short("""for _ in range(2):
-    journal.current.begin('import /home/slow.py')
+    journal.current.begin('import folder/slow.py')
     time.sleep(0.8)
-    journal.current.done('import /home/slow.py')
+    journal.current.done('import folder/slow.py')
     time.sleep(0.3)""").replace(QUICK, limits)
     status, _, err = ended(started(source, tmp_path))
     line = source.splitlines().index("        time.sleep(0.8)") + 1

@@ -305,7 +305,7 @@ def _search(
     """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases.
 
     At least one case is drawn, and one on several ranks if a mesh has them; none other later than `until` on the clock
-    of `time.perf_counter`. If nothing was compared in `total` cases, whose outputs may be empty, more are drawn.
+    of `time.perf_counter`. If `total` cases compared nothing, as where all outputs are empty, more are drawn.
     """
     several = _meshes_of_several_ranks(scheme, fixed, draw_options["world"])
 

@@ -3,14 +3,14 @@
 A case without conditions has contiguous inputs, a gradient for every differentiable input, a cotangent for every
 output, one forward and one backward. The conditions by name, each with its value:
 
-    strided          {tensor: "transposed" | "stepped" | "swapped"}: views with gaps between their elements; the
-                     rows of a swapped one do, in another order
+    strided          {tensor: "transposed" | "stepped" | "swapped"}: views that are not contiguous; a swapped
+                     view has contiguous rows, in another order
     expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
     frozen           [inputs] that require no gradient
     unused           [outputs] that get no cotangent
     call_before      dims, dtype, layouts, lengths, values, options and seed of another call, which comes first, forward
                      and backward; with conditions of its own, `no_grad` alone, it has no backward, as an evaluation
-    call_between     the same of a call whose forward comes before the backward of the one that is compared
+    call_between     the same; its forward comes between the forward and the backward of the compared call
     second_backward  true: the graph is retained, and the gradients of the second backward are compared
     one_storage      true: the inputs are views of one buffer
     same_tensor      [a, b]: two inputs of equal values and one storage
@@ -18,7 +18,7 @@ output, one forward and one backward. The conditions by name, each with its valu
     inference_mode   true: the same under torch.inference_mode()
     overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage; and
                      into all tensors of a call before and the gradients of a first backward
-    nan_cotangents   [outputs] whose cotangent is NaN in the rows that the scheme declares as not read
+    nan_cotangents   [outputs] with cotangents of NaN in the rows that the scheme declares as not read
     wider_inputs     [inputs] in float32, in a case of 16 bits: numbers and tensors
     int32            [integer inputs] of that dtype in place of int64
     autocast         true: the forward of a float32 case runs under torch.autocast to bfloat16

@@ -151,7 +151,7 @@ def python_files(folder: Path) -> list[Path]:
     if folder.resolve() == Path(folder.resolve().anchor):
         raise UnusableTarget(f"{folder} is a whole disk; give a file, or the folder of a project")
     paths: list[Path] = []
-    # A link to a folder around this one, or to one that has been seen, would bring files twice or of others.
+    # A link to a parent folder would bring other projects' files, a link to a seen folder the same files twice.
     seen = {folder.resolve(), *folder.resolve().parents}
     for place, inner, files in os.walk(folder, followlinks=True):
         own = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]

@@ -90,7 +90,7 @@ def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
 
 
 def autocast(case: CaseSpec, device: str) -> AbstractContextManager[Any]:
-    """A forward's context: under autocast if the case asks for it, which a product must turn off by itself."""
+    """A forward's context: autocast if the case asks for it. A function turns it off where it needs wide products."""
     return torch.autocast(device, dtype=torch.bfloat16) if case.conditions.get("autocast") else nullcontext()
 
 

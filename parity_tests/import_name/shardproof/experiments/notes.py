@@ -68,10 +68,11 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     """
     # The function has given its own warnings before; edits would add those of operations that it does not have.
     with warnings.catch_warnings(action="ignore"):
-        return _checked(scheme, report)
+        return _after_experiments(scheme, report)
 
 
-def _checked(scheme: Declared, report: Report) -> Report:
+def _after_experiments(scheme: Declared, report: Report) -> Report:
+    """The same, in the order of the experiments."""
     if report.failure is not None or not report.notes:
         return report
     # Skip other cases if each would start processes, or would start from state that earlier calls left in the function.

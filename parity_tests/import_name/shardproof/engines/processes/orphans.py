@@ -65,7 +65,7 @@ def keep(parent: int, command: Sequence[str]) -> NoReturn:
 
 
 def end_by(number: int) -> None:
-    """End this process by the signal that ended its child; one core is enough."""
+    """End this process by the signal that ended its child, without a second core dump."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
