@@ -15,7 +15,7 @@ from parity_tests import warm_python
 from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, TIMES_RANKS, written
 from shardproof.cli import session
-from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, INTERRUPTED
+from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, INTERRUPTED, MISMATCH
 from shardproof.report import summary
 from shardproof.report.summary import VerifyOptions
 
@@ -157,6 +157,21 @@ def test_no_verdict_of_an_earlier_command_is_left():
     assert (record["status"], record["reports"]) == (BY_SIGNAL + signal.SIGKILL, [])
     assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
     assert all("the command has not come to its end" in Path(file).read_text() for file in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["replay", "trace"])
+def test_no_json_of_an_earlier_command_is_left(verb):
+    written("schemes.py", "import os\n" + HEAD, TIMES_RANKS, **LOCKSTEP)
+    assert warm_python.run("-m", "shardproof", "verify", "schemes.py", "--examples", "1").returncode == MISMATCH
+    [replay] = Path().glob("replay_*.py")
+    Path("out.json").write_text('{"status": 0}')
+    with Path("schemes.py").open("a") as file:
+        file.write("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(600)\n")
+    target = replay if verb == "replay" else "schemes.py"
+    done = warm_python.run("-m", "shardproof", verb, str(target), "--json", "out.json")
+    assert done.returncode == -signal.SIGKILL
+    assert json.loads(Path("out.json").read_text())["status"] == BY_SIGNAL + signal.SIGKILL
 
 
 EDITS_ITSELF = """

@@ -56,6 +56,11 @@ def test_a_run_of_pytest_is_not_ended():
     assert done.returncode == 1 and "reference raised SystemExit at my_scheme.py" in done.stdout
     done = warm_python.run("-m", "pytest", "-q", "-p", "no:cacheprovider", leaving("my_scheme.py", "return x", CALL))
     assert done.returncode != 0 and "exits" in done.stdout
+    at_exit = "import atexit\natexit.register(lambda: os._exit(0))\n"
+    done = warm_python.run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", leaving("my_scheme.py", "return 2 * x", at_exit)
+    )
+    assert done.returncode == 1 and "1 failed" in done.stdout
 
 
 @pytest.mark.slow

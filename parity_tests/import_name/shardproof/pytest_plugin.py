@@ -6,6 +6,7 @@ pytest loads this wherever Shardproof is installed: it imports neither torch nor
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import sys
 import traceback
@@ -144,6 +145,15 @@ class SchemeTest(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, self.scheme.line - 1, self.name
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Let no `atexit` function of a file of schemes replace the status of failed tests by its own."""
+    if exitstatus and _LOADED in sys.modules:
+        from shardproof.endings import exits
+
+        atexit.register(exits.install_alone)  # runs before the functions that are registered by now
 
 
 @pytest.hookimpl(wrapper=True)

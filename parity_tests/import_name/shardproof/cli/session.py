@@ -58,7 +58,7 @@ from shardproof.report.guard import (
     without_hiding,
 )
 from shardproof.report.html_page import page
-from shardproof.report.out_path import check_folder, check_writable, write_texts
+from shardproof.report.out_path import NOT_ENDED, check_folder, check_writable, write_texts
 from shardproof.report.report import Report
 from shardproof.report.sentence import Sentence
 from shardproof.report.summary import Expected, Outcome, Place, VerifyOptions
@@ -68,7 +68,6 @@ from shardproof.verification import with_replay_file
 
 LONG_S = 60.0
 Keep = Callable[[str, Report], None]  # takes the key of a scheme and its first failing report
-NOT_ENDED = "the command has not come to its end"
 BAR_AND_TIMES = 52  # columns of a bar, counts of four digits, and the times
 
 

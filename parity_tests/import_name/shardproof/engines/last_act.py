@@ -78,7 +78,7 @@ def _status_after_exit_functions(status: int) -> int:
     sys.unraisablehook = hook
     atexit._run_exitfuncs()
     sys.unraisablehook = previous_hook
-    for sentence in exited:
+    for sentence in dict.fromkeys(exited):  # a file may be imported more than once
         complain(f"{sentence}; all verdicts were printed before")
     return RANK_FAILED if exited else status
 
