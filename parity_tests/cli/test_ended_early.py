@@ -15,7 +15,7 @@ from parity_tests import warm_python
 from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, TIMES_RANKS, written
 from shardproof.cli import session
-from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, INTERRUPTED, MISMATCH
+from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, INTERRUPTED, MISMATCH, RANK_FAILED
 from shardproof.report import summary
 from shardproof.report.summary import VerifyOptions
 
@@ -98,6 +98,28 @@ def test_what_is_judged_is_printed(number, is_of_all):
     assert record["not_judged"] == {"waiting": f"scheme 'waiting': {how} before it was judged"}
     assert record["not_run"] == {"right": "the command ended before its turn"}
     assert "MISMATCH" in out and out.splitlines()[-1] == "3 schemes, 1 mismatch, 1 not run, 1 not judged."
+
+
+KILLS_ITSELF = """
+def alarmed(mesh, x):
+    import os
+    if mesh.rank("tp") == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    return 2.0 * x
+declare(alarmed)
+"""
+
+
+def test_a_signal_of_a_scheme_to_itself_is_its_own_failure():
+    file = written("schemes.py", HEAD, TIMES_RANKS, KILLS_ITSELF, RIGHT, **LOCKSTEP)
+    done = warm_python.run(
+        "-m", "shardproof", "verify", file, "--mesh", "tp=2", "--examples", "2", "--json", "out.json"
+    )
+    assert done.returncode == RANK_FAILED, done
+    record = json.loads(Path("out.json").read_text())
+    assert verdicts(record) == {"wrong": "mismatch", "alarmed": "died", "right": "equal"}
+    assert "rank 1 was killed by SIGTERM" in done.stdout
 
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"

@@ -69,7 +69,9 @@ def test_status_and_output_equal_the_calls(body, status):
 
 
 @pytest.mark.fast_values(1)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGVTALRM, signal.SIGRTMIN + 6])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGVTALRM, signal.SIGRTMIN + 6]
+)
 def test_a_fatal_signal_is_reported(number):
     status, _, err = ending(f"os.kill(os.getpid(), {int(number)})")
     assert status == RANK_FAILED
@@ -77,7 +79,8 @@ def test_a_fatal_signal_is_reported(number):
 
 
 def test_a_signal_that_asks_to_end_does_so_and_is_named():
-    status, _, err = ending("signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGTERM)")
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_DFL)"
+    status, _, err = ending(f"{deaf}; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)")
     assert (status, err) == (-15, "shardproof: ended by SIGTERM; what was not printed was not judged\n")
 
 

@@ -15,7 +15,7 @@ _HEAD = struct.Struct("=BiH")  # state, status, length of the note
 _BEAT = struct.Struct("=Qd")
 _LIMIT = struct.Struct("=d")
 _LENGTH = struct.Struct("=I")
-_BEAT_AT, _LIMIT_AT, _TEXT_AT, _CASE_AT = 16, 32, 64, 4096
+_ASKED_AT, _BEAT_AT, _LIMIT_AT, _TEXT_AT, _CASE_AT = 8, 16, 32, 64, 4096
 
 
 class LastWords:
@@ -59,6 +59,14 @@ class LastWords:
     def limit_runs(self, seconds: float) -> None:
         """A rank may wait for so long in a run, because the user has said so."""
         _LIMIT.pack_into(self._memory, _LIMIT_AT, seconds)
+
+    def ask(self) -> None:
+        """The parent's: a signal has asked the command to end, and is passed on to the child."""
+        self._memory[_ASKED_AT] = 1
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self._memory[_ASKED_AT])
 
     @property
     def finished(self) -> int | None:

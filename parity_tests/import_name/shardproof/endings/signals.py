@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
 # Ask a command to end; Python raises at SIGINT by itself. Batch systems send the last four before a job's end.
 ASKING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
+OF_A_LIMIT = (signal.SIGXCPU,)  # the system sends it to the process that computes, and not to its parent
+TOLD_S = 0.5  # within it, a parent has noted a signal that was sent to a whole group
 TWICE_S = 2.0  # within it, a second interrupt is the first one, which was sent to a group and passed on by a parent
 asked: int | None = None  # the signal of `ASKING` that has come
+_parent_is_asked: Callable[[], bool] | None = None  # whether the parent has received a signal; None without a parent
 interrupt_is_told = False  # whether the sentence on an interrupt has been printed
 _interrupted_s = -math.inf  # when the last interrupt came
 
@@ -24,8 +29,14 @@ def signal_name(number: int) -> str:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
-def raise_when_asked() -> None:
-    """From now on, a signal that asks to end raises KeyboardInterrupt here, so that the verdicts so far are printed."""
+def raise_when_asked(parent_is_asked: Callable[[], bool]) -> None:
+    """From now on, a signal that asks to end raises KeyboardInterrupt here, so that the verdicts so far are printed.
+
+    A signal that the parent has not received comes from a user's code, as by `signal.alarm`: it ends this process, and
+    the scheme that runs has died.
+    """
+    global _parent_is_asked
+    _parent_is_asked = parent_is_asked
     for number in ASKING:
         if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
             signal.signal(number, _raise)
@@ -51,9 +62,22 @@ def raising() -> list[int]:
 
 def _raise(number: int, _: object) -> NoReturn:
     global asked
+    if asked is None and number not in OF_A_LIMIT and not _parent_is_told():
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     asked = number
     ignore_asking()  # a second one comes where the first was sent to a whole group
     raise KeyboardInterrupt
+
+
+def _parent_is_told() -> bool:
+    """Whether the parent has received a signal too. It may need a moment after a signal to the whole group."""
+    deadline = time.monotonic() + TOLD_S
+    while _parent_is_asked is not None and not _parent_is_asked():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(TOLD_S / 50)
+    return True
 
 
 def _interrupt(*_: object) -> None:

@@ -48,6 +48,7 @@ class Rank:
     def __init__(self, call: Callable[[], int | None], record: Journal) -> None:
         self._call, self._journal, self._words = call, record, LastWords()
         self._agent, self._parent = os.getppid(), os.getpid()
+        self._passed_on: set[int] = set(signals.OF_A_LIMIT)  # signals that the rank has not sent to itself
 
     def status(self) -> int:
         """How the rank has ended; where a signal has ended it, this process ends by the same one."""
@@ -63,7 +64,7 @@ class Rank:
         rank = int(os.environ.get("RANK", "0"))
         died = f"rank {rank} {ending(code)} before it reported"
         sentence = f"died: {died}"
-        if self._journal.begun is not None and code != RANK_FAILED and -code not in PASSED_ON:
+        if self._journal.begun is not None and code != RANK_FAILED and -code not in self._passed_on:
             from shardproof.engines.failure import Died
 
             self._exit_code(Died(died, rank=rank))
@@ -89,6 +90,8 @@ class Rank:
         ends = math.inf
         while code is None:
             received = signal.sigtimedwait((*PASSED_ON, signal.SIGCHLD), TICK_S)
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._passed_on.add(received.si_signo)
             if received is not None and received.si_signo in signals.ASKING:
                 os.kill(child, received.si_signo)  # a terminal interrupts the whole group of processes
                 ends = min(ends, time.monotonic() + PATIENCE_S)

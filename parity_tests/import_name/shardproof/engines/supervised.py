@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from shardproof.engines.failure import RankFailure
 
 MOST_RANKS = 64
-ASKS_TO_END = (*PASSED_ON, signal.SIGQUIT)  # any other signal that ends the child is a failure of the child
+# The signals that end the child as asked, whether its parent has received them or not.
+ASKS_TO_END = (signal.SIGINT, signal.SIGQUIT, *signals.OF_A_LIMIT)
 RANK = "RANK"  # set by every launcher, which ends its processes itself; many a job's environment has it too
 ENGINE = "torchrun"  # where RANK alone is set, only a command with this argument is a rank of a launcher
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
@@ -213,6 +214,7 @@ class _Command:
             received = signal.sigtimedwait((*self._passed_on, signal.SIGCHLD), TICK_S)
             if received is not None and received.si_signo in self._passed_on:
                 self.asked = self.asked or received.si_signo
+                self._words.ask()
                 asked = asked or Ready(child)
                 if received.si_code == SENT_BY_A_PROCESS:
                     os.kill(child, received.si_signo)
@@ -320,7 +322,7 @@ class _Command:
             faulthandler.register(STACKS, self._stack, all_threads=True)
             table, words, journal.current = self._table, self._words, self._journal
             exits.install(self._words.note)
-            signals.raise_when_asked()
+            signals.raise_when_asked(lambda: self._words.is_asked)
             process_limits.install()
             os.register_at_fork(after_in_child=_disown)
             is_of_a_signal = is_over and death is not None and not death.why  # and not of the code that ran
