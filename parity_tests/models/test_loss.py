@@ -71,7 +71,8 @@ def parallel_loss(mesh, streams, groups, parameters, ignored, **chosen):
         )
         for each, of_stream in zip(local_streams, targets, strict=True)
     ]
-    everyone = [torch.zeros_like(losses[0][0]) for _ in streams]
+    # A zero with a graph: if one stream alone has a cotangent, the others' ranks run backward, and recompute, too.
+    everyone = [0 * losses[0][0] for _ in streams]
     everyone[mesh.rank("dp") :: dp] = [each[0] for each in losses]
     loss = sum(normalised(each, count) for each in losses)
     return {"loss": loss, "first": everyone[0], "second": everyone[1]}
