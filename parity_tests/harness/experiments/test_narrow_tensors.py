@@ -1,5 +1,6 @@
 """An error is one of a narrow dtype only where a tensor has that dtype."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 import torch
@@ -52,6 +53,20 @@ def test_an_error_of_rounding_grows_with_the_inputs(function, is_rounding):
     assert any(note.scope == ROUNDING for note in report.notes["out"]), report.notes
     notes = check_notes(declaration, report).notes["out"]
     assert any(note.scope == ROUNDING for note in notes) == is_rounding, notes
+
+
+@pytest.mark.usefixtures("without_line_edits")
+@pytest.mark.parametrize("seed", range(4))
+def test_rounded_scores_of_a_softmax(seed):
+    """Of scores that are 16 times as large the softmax is 0 or 1, and tells nothing of its roundings."""
+    softmax = declared(
+        lambda mesh, x: (4 * rounded_in_bfloat16(x)).softmax(-1),
+        reference=lambda x: jax.nn.softmax(8 * x),
+        inputs={"x": "b/tp d"}, outputs="b/tp d", nograd=("x",), dtypes=("bfloat16", "float32"), roundings=0,
+    )  # fmt: skip
+    case = CASE.replace(scheme=softmax.key, dims={"b": 4, "d": 6}, dtype="bfloat16", seed=seed)
+    note = check_notes(softmax, verify_case(softmax, case)).notes["out"][0]
+    assert note.startswith("within what ") and "to bfloat16 may do" in note
 
 
 @pytest.mark.usefixtures("without_line_edits")
