@@ -204,8 +204,7 @@ def phase() -> str:
 def call_site() -> str:
     """file:line of the first frame outside torch, Python's library, the harness, the collectives and their contracts.
 
-    Autograd calls the backward of a collective (ours or torch's), so no user line is on the stack; its node remembers
-    the line that called the forward.
+    The backward of a collective (ours or torch's) has the line of its forward, which `node_lines` keeps.
     """
     inner, node = "?", None
     frame = sys._getframe(1)
@@ -217,10 +216,7 @@ def call_site() -> str:
         if is_collective:
             inner = f"{base(name)}:{frame.f_lineno}"
         elif not is_plumbing(name) and "/torch_impl/contract/" not in name:
-            source = f"{base(name)}:{frame.f_lineno}"
-            if node is not None and not hasattr(node, "called_at"):
-                node.called_at = source
-            return getattr(node, "called_at", source)
+            return getattr(node, "called_at", f"{base(name)}:{frame.f_lineno}")
         frame = frame.f_back
     return getattr(node, "called_at", inner)
 

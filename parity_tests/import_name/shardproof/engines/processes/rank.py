@@ -27,7 +27,7 @@ from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.endings import exits
 from shardproof.endings.raised import message_of, printable
-from shardproof.engines import creation, process_limits, threads
+from shardproof.engines import creation, node_lines, process_limits, threads
 from shardproof.engines.compiling import is_compiling
 from shardproof.engines.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from shardproof.engines.ledger import LedgerRow, line_of_thread, raised_at
@@ -163,6 +163,7 @@ def observe() -> None:
     """Once per process: report waits, threads and the creation of groups to the current recorder."""
     observe_waits(lambda: _current)
     _threads.enter_context(threads.owned(_owner))
+    _threads.enter_context(node_lines.kept())
     make = getattr(dist.distributed_c10d, creation.MAKER)
     setattr(dist.distributed_c10d, creation.MAKER, creation.reported(make, _creations))
 
