@@ -28,6 +28,7 @@ from parity_tests.evidence.injected_bugs.headlines import Headlines, of_bug
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patched_text
 from shardproof.experiments.edited_inputs import REFERENCE_WITH
 from shardproof.experiments.edited_programs import RIGHT_ONCE
+from shardproof.experiments.wrong_backwards import NO_DERIVATIVE
 
 # What an edit of the reference's inputs tells: another order of them, or a number.
 ORDERS = {"order", "sequence", "border", "group", "schedule"}
@@ -88,10 +89,13 @@ def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
     """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding.
 
     `lines` are the lines of the injected text, as `file:number`. The first line that would be right with an
-    edit must be one of them, whatever the edit.
+    edit must be one of them, whatever the edit. A backward that is no derivative must stand in their file.
     """
     if lines and note.startswith(RIGHT_ONCE):
         return TRUE if next(iter(NAMED_LINE.findall(note)), "") in lines else FALSE
+    if NO_DERIVATIVE in note:
+        files = {line.partition(":")[0] for line in lines}
+        return TRUE if any(place.partition(":")[0] in files for place in NAMED_LINE.findall(note)) else FALSE
     if note.startswith(OF_A_LINE):
         return TRUE if kind in KINDS_OF_A_LINE else FALSE
     if note.startswith(STATES) or UNDECIDED in note:

@@ -55,6 +55,12 @@ def test_a_line_is_true_only_if_the_bug_stands_there():
     assert truth("order", note, ["schedule.py:9"]) == FALSE
 
 
+def test_a_backward_is_true_only_of_a_bug_in_its_file():
+    note = "forward equal, gradient not: the backward of Sum at sums.py:8 is not the derivative of its forward"
+    assert truth("scale", note, ["sums.py:12"]) == TRUE
+    assert truth("scale", note, ["products.py:8"]) == FALSE
+
+
 def test_the_lines_of_an_element_that_is_left_out_are_those_of_its_tuple():
     (bug,) = (bug for bug in CATALOGUE if bug.name == "the square below two triangles left out")
     file, first = patched_text(bug).file.rpartition("/")[2], patched_text(bug).first_line

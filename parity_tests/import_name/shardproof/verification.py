@@ -14,8 +14,9 @@ From a drawn case to the lines under a red row of the report:
 6. `notes.check_notes` verifies other cases and keeps the notes that hold in every one that fails.
 7. `repaired_lines.name_lines` adds the line of a collective whose repair makes every gradient right, and
    `edited_programs.name_edits` the small edit of the function that makes every tensor right. If no note names a cause,
-   `edited_lines.name_edited_line` adds the line that makes them right once it reads otherwise, and
-   `unused_inputs.name_unused_inputs` the inputs that change no output.
+   `edited_lines.name_edited_line` adds the line that makes them right once it reads otherwise,
+   `unused_inputs.name_unused_inputs` the inputs that change no output, and `wrong_backwards.name_wrong_backwards` the
+   hand-written backward that is not the derivative of its forward.
 8. A replay file is written, and the report prints the notes that remain, the best explanation first.
 
 `check` is the body of a parity test: steps 1, 2 and 8 for one case, and it raises on failure. Hypothesis draws its

@@ -32,6 +32,7 @@ from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines
 from shardproof.experiments.rounding_errors import MIN_ELEMENTS, vanishes
 from shardproof.experiments.unused_inputs import name_unused_inputs
+from shardproof.experiments.wrong_backwards import name_wrong_backwards
 from shardproof.explain.arithmetic import SMALL_ERROR
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
@@ -64,7 +65,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
     the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
-    each input and for each collective.
+    each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards.
     """
     # The function has given its own warnings before; edits would add those of operations that it does not have.
     with warnings.catch_warnings(action="ignore"):
@@ -94,12 +95,13 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     # 4. One collective more or less that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
     # 5. If that names nothing: an edit of one line, of two operations at once, of an input of the reference. Then the
-    # inputs that no output depends on, and the collectives that lose a gradient.
+    # inputs that no output depends on, the collectives that lose a gradient, and a wrong backward.
     notes = name_edited_line(scheme, report, failing, notes)
     notes = name_edits_of_two(scheme, report, failing, notes)
     notes = name_edited_inputs(scheme, report, failing, notes)
     notes = name_foreign_ids(scheme, report, failing, notes)
     notes = name_detached_transfers(scheme, report, name_unused_inputs(scheme, report, failing, notes))
+    notes = name_wrong_backwards(scheme, report, notes)
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = name_narrow_kernels(scheme, report, notes)
     notes = _of_single_numbers(report, notes)

@@ -131,15 +131,20 @@ def _graph_of(returned: Any) -> Graph:
 
 def _edge(node: Any, place: int) -> Edge:
     """The edge with the user's line that called the operation, or with the line of a hand-written backward."""
-    function = getattr(type(node), "_forward_cls", None)
-    if function is not None:
-        code = getattr(inspect.unwrap(function.backward), "__code__", None)
-        if code is not None and not is_plumbing(code.co_filename):
-            return Edge(function.__name__, _place_of_def(code), place, True)
+    source = place_of_backward(getattr(type(node), "_forward_cls", None))
+    if source is not None:
+        return Edge(type(node)._forward_cls.__name__, source, place, True)
     stack = FRAME.findall("".join(node.metadata.get("traceback_", ())))
     source = innermost([(file, int(line)) for file, line in stack])
     operation = re.sub(r"Backward\d*$", "", node.name())
     return Edge(OF_DTENSOR.get(operation) or operation.lower(), source or "", place, False)
+
+
+def place_of_backward(function: Any) -> str | None:
+    """file:line of the backward of a user's torch.autograd.Function, None for anything else."""
+    backward = getattr(function, "backward", None)
+    code = None if backward is None else getattr(inspect.unwrap(backward), "__code__", None)
+    return None if code is None or is_plumbing(code.co_filename) else _place_of_def(code)
 
 
 def _place_of_def(code: CodeType) -> str:

@@ -1,0 +1,104 @@
+"""A hand-written backward is named if it is not the derivative of its forward."""
+
+import inspect
+
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests.specimens.small_scheme import declared, summed
+from shardproof import values
+
+
+class Exponentials(torch.autograd.Function):
+    """The gradient is that of a plain exponential, without its shift."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        row_max = x.amax(-1, keepdim=True)
+        dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=group)
+        weights = (x - row_max).exp()
+        ctx.save_for_backward(weights)
+        ctx.set_materialize_grads(False)
+        return weights
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0], None
+
+
+class Doubled(torch.autograd.Function):
+    """In the style of functorch; its gradient is right."""
+
+    @staticmethod
+    def forward(x):
+        return 2.0 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2.0 * cotangent
+
+
+class Shifted(torch.autograd.Function):
+    """In the style of functorch; its gradient has a factor too many."""
+
+    @staticmethod
+    def forward(x):
+        return x * x + 1.0
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0] ** 2
+
+
+def normalised(mesh, x, w):
+    weights = Exponentials.apply(Doubled.apply(x), mesh["tp"])
+    return summed((weights * w).sum(-1), mesh["tp"])
+
+
+def normalised_reference(x, w):
+    return (jnp.exp(2.0 * x - 2.0 * x.max(-1, keepdims=True)) * w).sum(-1)
+
+
+def squared(mesh, x, w):
+    return summed((Shifted.apply(Doubled.apply(x)) * w).sum(-1), mesh["tp"])
+
+
+def squared_reference(x, w):
+    return ((4.0 * x * x + 1.0) * w).sum(-1)
+
+
+@pytest.mark.usefixtures("without_line_edits")
+@pytest.mark.parametrize(
+    ("function", "reference", "wrong"),
+    [(normalised, normalised_reference, Exponentials), (squared, squared_reference, Shifted)],
+)
+def test_the_function_with_the_wrong_backward_is_named(function, reference, wrong):
+    wrong_scheme = declared(
+        function, reference, {"x": "b v/tp", "w": "b v/tp"}, "b tp=I", mesh={"tp": (1, 2)},
+        draw={name: values("normal") for name in ("x", "w")},
+    )  # fmt: skip
+    report = wrong_scheme.verify()
+    line = inspect.getsourcelines(wrong.backward)[1] + 1  # below its decorator
+    place = f"{wrong.__name__} at test_wrong_backwards.py:{line}"
+    assert not report.ok
+    assert report.notes["d/d x"] == (
+        f"forward equal, gradient not: the backward of {place} is not the derivative of its forward",
+    )
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_no_function_is_named_for_a_mistake_beside_it():
+    wrong_scheme = declared(
+        lambda mesh, x: Doubled.apply(x).detach() * x, lambda x: 2.0 * x * x, {"x": "b/tp"}, "b/tp", mesh={"tp": (1, 2)}
+    )
+    assert not any("is not the derivative" in note for note in wrong_scheme.verify().notes["d/d x"])

@@ -1,0 +1,90 @@
+"""Name the hand-written backward that is not the derivative of its forward, where a gradient is wrong on one rank.
+
+On one rank the collectives of a forward change nothing, so that autograd can differentiate the forward itself. A
+torch.autograd.Function is named if every gradient is right once autograd does so, in the case and in a larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from shardproof.declare.declared import Declared
+from shardproof.experiments import cases
+from shardproof.experiments.unsummed_edges import Edge, Graph, place_of_backward, with_graph
+from shardproof.explain.clues import FORWARD_EQUAL
+from shardproof.explain.note import CONTEXT, Note
+from shardproof.report.report import Report
+from shardproof.verify_one_case import verify_case
+
+MAX_FUNCTIONS = 8
+NO_DERIVATIVE = "is not the derivative of its forward"
+Notes = Mapping[str, tuple[Note, ...]]
+
+
+def name_wrong_backwards(scheme: Declared, report: Report, notes: Notes) -> dict[str, tuple[Note, ...]]:
+    """The notes, with the function of gradients that no other note explains.
+
+    Cost: up to 3 + MAX_FUNCTIONS runs on one rank.
+    """
+    by_label = dict(notes)
+    unnamed = [label for label in notes if by_label[label] == (FORWARD_EQUAL,)]
+    on_one_rank = cases.on_one_rank(scheme, report.case) if unnamed else None
+    for failing in cases.reports(scheme, [on_one_rank]):
+        explained = [label for label in unnamed if label in failing.notes]
+        function = _that_makes_right(scheme, failing) if failing.failure is None and explained else None
+        if function is not None:
+            words = f"the backward of {function.operation} at {function.source} {NO_DERIVATIVE}"
+            by_label |= dict.fromkeys(explained, (Note(f"{FORWARD_EQUAL}: {words}", CONTEXT),))
+    return by_label
+
+
+def _that_makes_right(scheme: Declared, failing: Report) -> Edge | None:
+    """An edge of the function whose derivative by autograd makes every tensor right."""
+    graph: Graph = []
+    verify_case(scheme, failing.case, wrap_program=with_graph(lambda mesh, own: graph.extend(own)))
+    functions = {(edge.operation, edge.source): edge for edge, _, _ in graph if edge.is_handwritten}
+    larger = cases.larger(scheme, failing.case, 2, values=False)
+    for edge in list(functions.values())[:MAX_FUNCTIONS]:
+        with _in_the_open(edge):
+            if all(report.ok for report in cases.reports(scheme, [failing.case, larger])):
+                return edge
+    return None
+
+
+@contextmanager
+def _in_the_open(edge: Edge) -> Iterator[None]:
+    """Run the forward of a function like any other code, so that autograd sees its operations."""
+    base: Any = Function
+    original = base.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if (cls.__name__, place_of_backward(cls)) != (edge.operation, edge.source):
+            return original.__get__(None, cls)(*args, **kwargs)
+        if cls.setup_context is not base.setup_context:
+            return cls.forward(*args, **kwargs)
+        return cls.forward(_Context(args), *args, **kwargs)
+
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        base.apply = original
+
+
+class _Context(SimpleNamespace):
+    """What a forward may say about its backward, which does not run."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        super().__init__(needs_input_grad=tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args))
+
+    def save_for_backward(self, *tensors: Any) -> None: ...
+    def save_for_forward(self, *tensors: Any) -> None: ...
+    def mark_dirty(self, *tensors: Any) -> None: ...
+    def mark_non_differentiable(self, *tensors: Any) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
