@@ -111,7 +111,7 @@ def test_thousands_of_dims():
         ("b s/cp:Striped", "'S' at column 8: names are lower case"),
         ("b tp=I v", "dim 'v' follows tp=I; dims come first"),
         ("b tp=I cp=R v/tp", "dim 'v' follows cp=R; dims come first"),
-        ("b s s", "dim 's' occurs twice; give the second its own letter"),
+        ("b s s", "dim 's' occurs twice; give the second its own letter and the same size, dims={'letter': 's'}"),
         ("b s/xp", "axis 'xp' is not in mesh (cp, tp); did you mean 'cp'?"),
         ("b s xtp=R", "axis 'xtp' is not in mesh (cp, tp); did you mean 'tp'?"),
         ("b s/stage", "axis 'stage' is not in mesh (cp, tp)"),

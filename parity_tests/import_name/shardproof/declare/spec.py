@@ -125,7 +125,8 @@ def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
             if types:
                 raise ValueError(f"dim '{item.name}' follows {_last(types)}; dims come first")
             if not item.name.isdigit() and any(set(item.parts) & set(dim.parts) for dim in dims):
-                raise ValueError(f"dim '{item.name}' occurs twice; give the second its own letter")
+                remedy = f"give the second its own letter and the same size, dims={{'letter': '{item.name}'}}"
+                raise ValueError(f"dim '{item.name}' occurs twice; {remedy}")
             _check_shardings(item, axes, layouts, sharded_dim)
             dims.append(item)
         else:
