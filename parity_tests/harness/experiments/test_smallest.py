@@ -1,5 +1,6 @@
 """The smallest failing case is the smallest: no size of it can be one step smaller."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from shardproof.declare.conditions import record_of
 from shardproof.engines.program import Program
 from shardproof.experiments.smallest import MAX_RUNS, shrink
 from shardproof.verify_one_case import verify_case
+from torch_impl.collectives import all_reduce
 
 
 def declared(function, inputs, outputs=None, **more):
@@ -201,6 +203,30 @@ def test_fewer_sequences_than_drawn_are_other_sequences():
     assert dict(smallest.case.dims) == {"t": 6, "n": 2} and smallest.smallest
     with pytest.raises(ValueError, match="n=1 has no room for the offsets of one sequence; give 2 or more"):
         declaration.case(n=1)
+
+
+@pytest.mark.usefixtures("unexplained")
+@pytest.mark.parametrize(("layout", "smallest"), [("", {"t": 2, "n": 3}), ("/cp:packed", {"t": 4, "n": 3})])
+def test_a_border_between_sequences_is_kept_on_fewer_ranks_and_in_fewer_tokens(layout, smallest):
+    def sums_of_sequences(x, cu):
+        place = jnp.arange(x.shape[0])
+        sequence = jnp.searchsorted(cu, place, side="right")
+        return x @ ((sequence[:, None] == sequence[None]) & (place[:, None] <= place[None])).astype(x.dtype)
+
+    def sums_over_all(mesh, x, cu):
+        every = torch.zeros(mesh.total("t") if layout else x.shape[0], dtype=x.dtype)
+        ids = mesh.global_ids("t") if layout else torch.arange(x.shape[0])
+        every = every.index_add(0, ids, x)
+        return (all_reduce(every, mesh["cp"]) if layout else every).cumsum(0)[ids]
+
+    types = "" if layout else " cp=I"
+    declaration = scheme(
+        reference=sums_of_sequences, mesh={"cp": (1, 2)}, inputs={"x": f"t{layout}{types}", "cu": "n"}, nograd=("x",),
+        outputs=f"t{layout}{types}", draw={"x": values("normal"), "cu": offsets("t", padded=True)}, dtypes=("float32",),
+    )(sums_over_all)  # fmt: skip
+    for seed in range(3):
+        report = declaration.verify(seed=seed)
+        assert dict(report.case.dims) == smallest and dict(report.case.mesh) == {"cp": 1} and report.smallest
 
 
 def test_where_the_runs_do_not_suffice_the_case_is_not_called_the_smallest(monkeypatch):

@@ -7,8 +7,9 @@ shape. Another shape may be much smaller.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ def _dims(scheme: Declared, free: Mapping[str, int], mesh: Mapping[str, int]) ->
 def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Mapping[str, int]) -> CaseSpec | None:
     """The case with other sizes, if they can be sharded: its own values, seed and options, its lengths if they fit.
 
-    Lengths of shards or sequences that no longer fit are drawn again, as simple as possible.
+    Lengths of shards that no longer fit are drawn again, as simple as possible; of sequences, the borders stay.
     """
     dims = _dims(scheme, free, mesh)
     if dims is None:
@@ -200,12 +201,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         key: case.layouts[key] if _same_dim(key, case, simplest_case, mesh) else simplest_case.layouts[key]
         for key in simplest_case.layouts
     }
-    lengths = {
-        dim: case.lengths[dim]
-        if mesh == case.scheme_mesh and _lengths_fit(scheme, dim, case.lengths[dim]["padded"], simplest_case.dims)
-        else simplest_lengths
-        for dim, simplest_lengths in simplest_case.lengths.items()
-    }
+    lengths = {dim: _resized_lengths(scheme, dim, case, simplest_case, mesh) for dim in simplest_case.lengths}
     resized = simplest_case.replace(
         mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()},
         layouts=layouts,
@@ -237,10 +233,26 @@ def _resized_other_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) ->
     return records
 
 
-def _lengths_fit(scheme: Declared, dim: str, padded: Sequence[int], dims: Mapping[str, int]) -> bool:
-    """Whether these sequences fill a dim, and an input of their offsets or lengths has room for as many."""
-    count = sequence_count(scheme, dim, dims)
-    return sum(padded) == dims[dim] and count in (None, len(padded))
+def _resized_lengths(
+    scheme: Declared, dim: str, case: CaseSpec, simplest_case: CaseSpec, mesh: Mapping[str, int]
+) -> Mapping[str, list[int]]:
+    """The lengths of a dim's sequences if they fit; else without padding, with the borders that there is room for.
+
+    The simplest ones if sequences would be empty that must not be.
+    """
+    lengths, size = case.lengths[dim], simplest_case.dims[dim]
+    count, unit = sequence_count(scheme, dim, simplest_case.dims), size_choices.sequence_unit(scheme, mesh, dim)
+    if mesh == case.scheme_mesh and sum(lengths["padded"]) == size and count in (None, len(lengths["padded"])):
+        return lengths
+    inner = [end for end in accumulate(lengths["padded"]) if 0 < end < sum(lengths["padded"])]
+    borders = sorted({min(end, size - 1) // unit * unit for end in inner} - {0})
+    if count is not None:
+        borders = [*[0] * (count - 1 - len(borders)), *borders[: count - 1]]
+    may_be_empty = all(draw.empty for draw in scheme.draws.values() if draw.dim == dim)
+    if 0 in borders and not may_be_empty:
+        return simplest_case.lengths[dim]
+    padded = [end - start for start, end in pairwise([0, *borders, size])]
+    return {"padded": padded, "real": padded}
 
 
 def _same_dim(key: str, case: CaseSpec, simplest_case: CaseSpec, mesh: Mapping[str, int]) -> bool:
