@@ -32,7 +32,7 @@ STATISTICS: dict[str, tuple[str, ...]] = {
     "running sum": ("cumsum",),
     "bounded sum": ("clamp", "clamp_min"),
 }
-REFLECTED = {"__rdiv__": "div", "__rpow__": "pow"}  # of a number and a tensor
+OPERATORS = {"__rdiv__": "div", "__rpow__": "pow", "__iadd__": "add_", "__isub__": "sub_"}  # with names as methods
 SUM, BOUNDED = "sum", "bounded sum"
 HOW_OF = {name: how for how, names in STATISTICS.items() for name in names}
 SUMS = ("sum", "nansum", "count_nonzero", "bincount", "einsum", "matmul", "mm", "bmm", "linear", "dot")
@@ -67,7 +67,7 @@ class Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "").removeprefix("linalg_")
-        name = REFLECTED.get(name, name)
+        name = OPERATORS.get(name, name)
         if name.startswith("__") and name not in WRITES:
             return func(*args, **(kwargs or {}))
         return self.run(func, Operation(name, *_place()), args, dict(kwargs or {}))

@@ -20,6 +20,7 @@ from shardproof.declare.conditions import OTHER_CALLS, VIEWS
 from shardproof.declare.declared import Declared
 from shardproof.engines.program import Program
 from shardproof.experiments import cases
+from shardproof.experiments.counted_inputs import name_counted_inputs
 from shardproof.experiments.detached_transfers import name_detached_transfers
 from shardproof.experiments.edited_inputs import name_edited_inputs
 from shardproof.experiments.edited_lines import name_edited_line
@@ -65,7 +66,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
     the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
-    each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards.
+    each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards; up to 1 + MOST_READS for an input
+    that is counted on every rank.
     """
     # The function has given its own warnings before; edits would add those of operations that it does not have.
     with warnings.catch_warnings(action="ignore"):
@@ -103,6 +105,7 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     notes = name_detached_transfers(scheme, report, name_unused_inputs(scheme, report, failing, notes))
     notes = name_wrong_backwards(scheme, report, notes)
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
+    notes = name_counted_inputs(scheme, report, failing, notes)
     notes = name_narrow_kernels(scheme, report, notes)
     notes = _of_single_numbers(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))

@@ -14,6 +14,7 @@ from shardproof.explain.evidence import Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, ROUNDING, Note
 
 ADDED_BEFORE = "each rank adds it before the sum"
+COUNTED = "{} is counted {} times"  # the claim of such a note, of an input and an axis
 MAX_NAMES = 6  # there are 3 ** names combinations
 
 
@@ -442,6 +443,6 @@ def _input_counts(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
     for axis, ranks in evidence.axes.items():
         if ranks > 1 and (evidence.summed_axes is None or axis in evidence.summed_axes):
             text = f"{name} is counted {ranks} times (= {axis}): {ADDED_BEFORE}"
-            yield ranks - 1, Note(text, ACROSS_MESHES, f"{name} is counted {axis} times")
+            yield ranks - 1, Note(text, ACROSS_MESHES, COUNTED.format(name, axis))
     for times, text in ((1, f"{name} is added once too often"), (-1, f"{name} is left out")):
         yield times, Note(text, ACROSS_MESHES, text)
