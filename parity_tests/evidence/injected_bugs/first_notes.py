@@ -29,6 +29,7 @@ from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patche
 from shardproof.experiments.edited_inputs import REFERENCE_WITH
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.wrong_backwards import NO_DERIVATIVE
+from shardproof.explain.arithmetic import ADDED_BEFORE
 
 # What an edit of the reference's inputs tells: another order of them, or a number.
 ORDERS = {"order", "sequence", "border", "group", "schedule"}
@@ -46,6 +47,7 @@ MEANS = (
     ("no output of the function depends on", UNREAD),
     ("within what", {"precision"}),
     ("error of rounding", {"precision"}),
+    ("right without the other call", {"call", "buffer"}),
     ("the order of the other call", {"call"}),
     ("the order of memory", {"call"}),
     ("in another order", {"order", "sequence", "border", "group", "schedule"}),
@@ -89,10 +91,12 @@ def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
     """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding.
 
     `lines` are the lines of the injected text, as `file:number`. The first line that would be right with an
-    edit must be one of them, whatever the edit. A backward that is no derivative must stand in their file.
+    edit must be one of them, whatever the edit, and so must the line that adds an input on each rank. A backward that
+    is no derivative must stand in their file.
     """
-    if lines and note.startswith(RIGHT_ONCE):
-        return TRUE if next(iter(NAMED_LINE.findall(note)), "") in lines else FALSE
+    named = NAMED_LINE.findall(note) if note.startswith(RIGHT_ONCE) or ADDED_BEFORE in note else []
+    if lines and named:
+        return TRUE if named[0] in lines else FALSE
     if NO_DERIVATIVE in note:
         files = {line.partition(":")[0] for line in lines}
         return TRUE if any(place.partition(":")[0] in files for place in NAMED_LINE.findall(note)) else FALSE

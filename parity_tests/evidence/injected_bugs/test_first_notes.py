@@ -39,6 +39,12 @@ from shardproof.declare import discover
         ("precision", "each rank computes the reference of its own shard", FALSE),
         ("call", "same values in another order, the order of memory: a view is read as if it were contiguous", TRUE),
         ("call", "same values in another order: a layout is not undone, or applied twice", FALSE),
+        ("call", "right without the other call: state that depends on its sizes or values is kept between calls", TRUE),
+        (
+            "scale",
+            "right without the other call: state that depends on its sizes or values is kept between calls",
+            FALSE,
+        ),
         ("sequence", "no output of the function depends on lengths, as the reference's do", TRUE),
         ("group", "no output of the function depends on lengths, as the reference's do", TRUE),
         ("reduction", "no output of the function depends on lengths, as the reference's do", FALSE),
@@ -53,6 +59,9 @@ def test_a_line_is_true_only_if_the_bug_stands_there():
     note = "right once schedule.py:8 has `a < b`, not `a <= b`, or once schedule.py:9 has `b`, not `c`"
     assert truth("order", note, ["schedule.py:8"]) == TRUE
     assert truth("order", note, ["schedule.py:9"]) == FALSE
+    note = "bias is counted 2 times (= tp): each rank adds it before the sum, in linear.py:8"
+    assert truth("reduction", note, ["linear.py:8"]) == TRUE
+    assert truth("reduction", note, ["linear.py:9"]) == FALSE
 
 
 def test_a_backward_is_true_only_of_a_bug_in_its_file():

@@ -1,4 +1,4 @@
-"""Values in another order because of the way in which a function is called, which no layout explains."""
+"""Wrong values because of the way in which a function is called: another order, what another call has kept."""
 
 import jax.numpy as jnp
 import pytest
@@ -46,3 +46,28 @@ def test_a_wrong_order_may_be_that_of_memory():
     assert (
         of_gradient[0] == "same values in another order, the order of memory: a view is read as if it were contiguous"
     )
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_what_another_call_writes_into_a_kept_buffer(factor):
+    """A forward before the backward replaces what was saved, which no pattern tells. A wrong factor needs no call."""
+    buffers = {}
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, rank):
+            kept = buffers.setdefault((rank, x.shape, x.dtype), torch.empty_like(x))
+            kept.data.copy_(x)
+            ctx.save_for_backward(kept)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * factor * gradient * ctx.saved_tensors[0], None
+
+    declaration = declared(
+        lambda mesh, x: Square.apply(x, mesh.rank("tp")), lambda x: x * x, "b d/tp", "b d/tp", engines=("lockstep",)
+    )
+    report = declaration.verify(examples=60)
+    said = "right without the other call: state that depends on its sizes or values is kept between calls"
+    assert (report.notes["d/d x"][0] == said) == (factor == 1.0), str(report)

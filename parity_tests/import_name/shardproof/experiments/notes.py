@@ -47,6 +47,9 @@ from shardproof.verify_one_case import NARROW
 
 UNTESTED = "; from one case"
 NOT_SO_ON = "; not so on "  # another mesh
+STATE = "state that depends on its sizes or values is kept between calls"
+OF_OTHER_CALL = f"the other call: {STATE}"
+RIGHT_WITHOUT_CALL = f"right without {OF_OTHER_CALL}"
 MORE = 8  # larger cases to try if none of the first ones fails
 PASSING_TRIED = 4  # passing cases that a note is compared with
 
@@ -346,19 +349,24 @@ def _untested(note: Note) -> Note:
 
 
 def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes; if a case fails only under its call, a note on values in another order names the part that matters."""
+    """The notes; if a case fails only under its call, a note on values in another order names the part that matters.
+
+    Where another call is needed and no such note is there, the state that it leaves comes first.
+    """
     conditions = set(report.case.conditions) if report.conditions_needed else set()
     if conditions.intersection(OTHER_CALLS):
-        cause = "the other call: state that depends on the call's sizes or values is kept between calls"
+        cause, state = OF_OTHER_CALL, (Note(RIGHT_WITHOUT_CALL),)
     elif conditions.intersection(VIEWS):
-        cause = "memory: a view is read as if it were contiguous"
+        cause, state = "memory: a view is read as if it were contiguous", ()
     else:
         return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
     order = Note(f"{ORDER_OF}{cause}")
-    return {
-        label: tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
-        for label, of_tensor in notes.items()
-    }
+    by_label = {}
+    for label, of_tensor in notes.items():
+        named = tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
+        rest = tuple(note for note in named if not note.startswith(NO_PATTERN))
+        by_label[label] = named if order in named or not state else (*state, *rest)
+    return by_label
 
 
 def _compared_with_passing(scheme: Declared, case: CaseSpec, label: str, note: Note) -> Note | None:
