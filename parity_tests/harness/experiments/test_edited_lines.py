@@ -336,6 +336,8 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("x.clamp(min=limits[0])", "x.clamp(min=limits[0], max=limits[1])"),
         ("(x - 1).clamp(max=rank)", "(x - 1).clamp(max=rank, min=n)"),
         ("x.square()", "x.square().where(flags, 0.0)"),
+        ("slice(0, len(x))", "rows"),
+        ("3", "1"),
     ],
 )
 def test_what_may_be_right_in_place_of_an_expression(written, right):
@@ -348,7 +350,7 @@ def test_what_may_be_right_in_place_of_an_expression(written, right):
         "ids": "tensor of integers, 1",
     }
     kinds |= {"forgotten": "tensor of flags, 1", "stored": "tensor of floats, 1"}
-    kinds |= {"flags": "tensor of flags, 2", "scale": "float", "is_causal": "bool"}
+    kinds |= {"flags": "tensor of flags, 2", "scale": "float", "is_causal": "bool", "rows": "slice"}
     unread = frozenset({"forgotten", "stored"})
     node = ast.parse(written, mode="eval").body
     tried = alternatives(node, ast.Module([], []), Names(kinds, {}, {}, ("tp",), ("s",), unread))

@@ -179,7 +179,8 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
         near = [value + 1, value - 1] if value else [1, -1]
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div | ast.FloorDiv | ast.Mod):
             near = [each for each in near if each]
-        yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys([*near, 0] if value != 1 else near))
+        others = near if value in (0, 1) else [*near, 0, 1]
+        yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys(others))
         if value in (0, 1):
             yield from ((POSSIBLE, parsed(each)) for each in names.numbers("int"))
     elif isinstance(value, float):
@@ -275,9 +276,11 @@ def _is_local_size(node: ast.expr) -> bool:
 def _of_stored(node: ast.Call, names: Names) -> Alternatives:
     """A stored tensor in place of one that is computed from another of its kind, and of a softmax of a part of a dim.
 
-    `exp(x - lse)` is the softmax of the whole dim if `lse` is its logsumexp.
+    `exp(x - lse)` is the softmax of the whole dim if `lse` is its logsumexp. A stored slice in place of a new one.
     """
     match node:
+        case ast.Call(ast.Name("slice")):
+            yield from ((POSSIBLE, parsed(name)) for name, kind in names.kinds.items() if kind == "slice")
         case ast.Call(ast.Attribute(ast.Name(name)), []) | ast.Call(ast.Attribute(), [ast.Name(name)]):
             if names.kinds.get(name, "").startswith("tensor"):
                 yield from ((POSSIBLE, parsed(other)) for other in names.alike(name))
