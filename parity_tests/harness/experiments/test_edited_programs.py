@@ -246,25 +246,25 @@ def test_a_count_over_all_ranks(sizes):
     assert "(= 1/tp)" in notes["d/d x"][0]
 
 
-def mean_of_masked_means(mesh, x, keep):
+def mean_of_squared_means(mesh, x, keep):
     count = keep.sum().clamp(min=1)
-    mean = (x * keep).sum() / count
-    dist.all_reduce(mean, group=mesh["tp"])
-    return x - mean / mesh.size("tp")
+    square = ((x * keep).sum() / count) ** 2
+    dist.all_reduce(square, group=mesh["tp"])
+    return x - square / mesh.size("tp")
 
 
-def less_the_masked_mean(x, keep):
+def less_the_square_of_the_masked_mean(x, keep):
     keep = keep.astype(x.dtype)
-    return x - (x * keep).sum() / jnp.maximum(keep.sum(), 1)
+    return x - ((x * keep).sum() / jnp.maximum(keep.sum(), 1)) ** 2
 
 
 def test_a_sum_and_a_count_of_each_ranks_own_part():
     notes = notes_on_case(
-        mean_of_masked_means, less_the_masked_mean,
+        mean_of_squared_means, less_the_square_of_the_masked_mean,
         {"x": "b/tp s", "keep": "b/tp s"}, "b/tp s", {"tp": 2, "b": 4, "s": 5},
         {"keep": {"kind": "mask", "keep": "half"}}, draw={"x": values("normal"), "keep": mask("s")}, nograd=("x",),
     )  # fmt: skip
-    lines = [line_of(mean_of_masked_means, word) for word in ("keep.sum", "(x * keep)")]
+    lines = [line_of(mean_of_squared_means, word) for word in ("keep.sum", "(x * keep)")]
     assert notes["out"][0].startswith(f"{RIGHT_ONCE}sum at {lines[0]} and sum at {lines[1]} are over all ranks of tp")
 
 
@@ -284,25 +284,25 @@ def test_one_of_two_sums_in_a_line():
     assert notes["out"][0].startswith(f"{RIGHT_ONCE}`(x**2).sum()` at {line} is the sum over all ranks of tp, not ")
 
 
-def about_a_mean_of_means(mesh, x, keep):
+def about_a_mean_of_squares(mesh, x, keep):
     count = keep.sum()
-    mean = (x * keep).sum() / count.clamp(min=1)
-    dist.all_reduce(mean, group=mesh["tp"])
+    square = ((x * keep).sum() / count.clamp(min=1)) ** 2
+    dist.all_reduce(square, group=mesh["tp"])
     dist.all_reduce(count, group=mesh["tp"])
-    return (x - mean / mesh.size("tp")) / (count + 1)
+    return (x - square / mesh.size("tp")) / (count + 1)
 
 
 def test_a_sum_and_a_bounded_count_of_each_ranks_own_part():
     """The count itself is summed later on, so that only its bound can be over all ranks."""
 
     def reference(x, keep):
-        return less_the_masked_mean(x, keep) / (keep.sum().astype(x.dtype) + 1.0)
+        return less_the_square_of_the_masked_mean(x, keep) / (keep.sum().astype(x.dtype) + 1.0)
 
     notes = notes_on_case(
-        about_a_mean_of_means, reference, {"x": "b/tp s", "keep": "b/tp s"}, "b/tp s", {"tp": 2, "b": 4, "s": 5},
+        about_a_mean_of_squares, reference, {"x": "b/tp s", "keep": "b/tp s"}, "b/tp s", {"tp": 2, "b": 4, "s": 5},
         {"keep": {"kind": "mask", "keep": "half"}}, draw={"x": values("normal"), "keep": mask("s")}, nograd=("x",),
     )  # fmt: skip
-    line = line_of(about_a_mean_of_means, "mean = (x")
+    line = line_of(about_a_mean_of_squares, "square = ((x")
     assert notes["out"][0].startswith(f"{RIGHT_ONCE}sum at {line} and clamp at {line} are over all ranks of tp")
 
 
@@ -359,6 +359,28 @@ def merged_by_the_larger_part(mesh, q, k, v):
         merged = merged * (total - new).exp()[:, None] + part * (norm - new).exp()[:, None]
         total = new
     return merged
+
+
+def mean_of_each_ranks_count(mesh, x, keep):
+    total = (x.exp() * keep).sum()
+    count = keep.sum()
+    return total / count.clamp(min=1) / mesh.size("tp")
+
+
+def test_ranks_that_divide_by_their_number_lack_the_mean_of_their_counts():
+    """The sum, which each rank has a term of, is right."""
+    notes = notes_on_case(
+        mean_of_each_ranks_count,
+        lambda x, keep: jnp.where(keep, jnp.exp(x), 0.0).sum() / jnp.maximum(keep.astype(x.dtype).sum(), 1.0),
+        {"x": "s/tp", "keep": "s/tp"},
+        "tp=P",
+        {"tp": 2, "s": 8},
+        kinds={"keep": {"kind": "mask", "keep": "half"}},
+        draw={"x": values("normal"), "keep": mask("s")},
+    )
+    line = line_of(mean_of_each_ranks_count, "clamp")
+    said = f"{RIGHT_ONCE}clamp at {line} is the mean over all ranks of tp, not of each rank's own part"
+    assert said in notes["out"] and said in notes["d/d x"]
 
 
 def test_an_edit_of_one_line_comes_before_collectives_after_two_operations():

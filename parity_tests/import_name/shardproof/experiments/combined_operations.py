@@ -10,7 +10,7 @@ import linecache
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -36,6 +36,7 @@ OPERATORS = {"__rdiv__": "div", "__rpow__": "pow", "__iadd__": "add_", "__isub__
 SUM, BOUNDED = "sum", "bounded sum"
 HOW_OF = {name: how for how, names in STATISTICS.items() for name in names}
 SUMS = ("sum", "nansum", "count_nonzero", "bincount", "einsum", "matmul", "mm", "bmm", "linear", "dot")
+COUNTS = ("sum", "nansum", "count_nonzero")
 ASSIGNMENT = "__setitem__"
 WRITES = {"scatter": "scatter_add", "scatter_": "scatter_add_", "index_copy": "index_add", "index_copy_": "index_add_"}
 WRITES[ASSIGNMENT] = "index_put_"
@@ -43,11 +44,15 @@ WRITES[ASSIGNMENT] = "index_put_"
 
 @dataclass(frozen=True)
 class Operation:
-    """The calls of one torch function that a user's line makes; with `call`, only the call that is written so."""
+    """The calls of one torch function that a user's line makes; with `call`, only the call that is written so.
+
+    `way` is how the ranks' results are combined, where that is not the function's own.
+    """
 
     name: str
     source: str
     call: str = ""
+    way: str = field(default="", compare=False)
 
     @property
     def of_line(self) -> Operation:
@@ -57,7 +62,7 @@ class Operation:
     @property
     def how(self) -> str:
         """How the ranks' results of it make the result of all: by their sum, their maximum, ..."""
-        return HOW_OF.get(self.name, SUM)
+        return self.way or HOW_OF.get(self.name, SUM)
 
 
 class Mode(TorchFunctionMode):
@@ -142,21 +147,23 @@ class Combiner(Mode):
         }
 
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if operation not in self._edited and operation.of_line not in self._edited:
+        how = next((each.how for each in self._edited if each in (operation, operation.of_line)), None)
+        if how is None:
             return func(*args, **kwargs)
         if operation.how == BOUNDED:
-            return func(self._sum(args[0]), *args[1:], **kwargs)
+            total = func(self._sum(args[0]), *args[1:], **kwargs)
+            return total if how == BOUNDED else total / dist.get_world_size(self._group)
         result = func(*args, **kwargs)
         value = value_of(result)
         if value is None:
             return result
-        if operation.how == "variance":
+        if how == "variance":
             return self._variance(func, args, kwargs)
-        if operation.how in self._ways:
-            combined = self._ways[operation.how](value)
+        if how in self._ways:
+            combined = self._ways[how](value)
         else:
             dim = kwargs["dim"] if "dim" in kwargs else args[1]
-            combined = self._along(operation.how, value, args[0], dim, is_log="log" in operation.name)
+            combined = self._along(how, value, args[0], dim, is_log="log" in operation.name)
         return combined if value is result else type(result)((combined, *result[1:]))
 
     def _sum(self, value: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from shardproof.experiments import cases
 from shardproof.experiments.combined_operations import (
     ASSIGNMENT,
     BOUNDED,
+    COUNTS,
     HOW_OF,
     WRITES,
     Combiner,
@@ -212,15 +213,18 @@ def _of_writes(scheme: Declared, report: Report, within: InMode) -> Iterator[Edi
 
 
 def _of_operations(scheme: Declared, report: Report) -> Iterator[Edit]:
-    """A collective over an axis after each operation that reduces, then after any other.
+    """A collective over an axis after each operation that reduces, then after any other; then means of counts.
 
     Operations are all calls of a function in a line; where a line has several that reduce, each is tried alone too.
+    The mean of the ranks' counts is what ranks divide by if each divides by their number as well.
     """
     calls = _operations(scheme, report, in_mode)
     operations = _of_lines(calls)
     reducing = [(operation,) for operation, reduces in operations.items() if reduces]
     others = [(operation,) for operation, reduces in operations.items() if not reduces]
-    for together in (*reducing, *_of_several(calls), *others):
+    counts = [operation for operation in operations if operation.name in COUNTS or operation.how == BOUNDED]
+    means = [(replace(operation, way="mean"),) for operation in counts]
+    for together in (*reducing, *_of_several(calls), *others, *means):
         yield from _collective_after(scheme, report, together)
 
 
