@@ -70,6 +70,7 @@ STATES = (
     "forward equal",
     "as it was before",
     "the reference's",
+    "right with normal values",
 )
 OF_A_LINE = "forward equal, gradient not: "  # a collective or a place that lacks a sum, or has one too many
 KINDS_OF_A_LINE = {"reduction", "group", "scale", "tied", "buffer", "schedule"}

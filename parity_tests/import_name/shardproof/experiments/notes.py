@@ -34,6 +34,7 @@ from shardproof.experiments.repaired_lines import name_lines
 from shardproof.experiments.rounding_errors import MIN_ELEMENTS, vanishes
 from shardproof.experiments.unused_inputs import name_unused_inputs
 from shardproof.experiments.wrong_backwards import name_wrong_backwards
+from shardproof.experiments.zeros_of_values import name_zeros_of_values
 from shardproof.explain.arithmetic import SMALL_ERROR
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
@@ -70,7 +71,7 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
     the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
     each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards; up to 1 + MOST_READS for an input
-    that is counted on every rank.
+    that is counted on every rank; 1 for zeros.
     """
     # The function has given its own warnings before; edits would add those of operations that it does not have.
     with warnings.catch_warnings(action="ignore"):
@@ -109,6 +110,7 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     notes = name_wrong_backwards(scheme, report, notes)
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = name_counted_inputs(scheme, report, failing, notes)
+    notes = name_zeros_of_values(scheme, report, notes)
     notes = name_narrow_kernels(scheme, report, notes)
     notes = _of_single_numbers(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))

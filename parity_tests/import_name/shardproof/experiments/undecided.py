@@ -141,8 +141,9 @@ class _Range:
     def _extend(self, values: np.ndarray, budgets: np.ndarray) -> None:
         values = values.astype(np.float64)  # also for an integer or boolean output
         finite = np.isfinite(values)
-        self._lowest = np.where(finite, np.minimum(self._lowest, values - budgets), self._lowest)
-        self._highest = np.where(finite, np.maximum(self._highest, values + budgets), self._highest)
+        with np.errstate(invalid="ignore"):  # an infinity less an infinite budget, which is not kept
+            self._lowest = np.where(finite, np.minimum(self._lowest, values - budgets), self._lowest)
+            self._highest = np.where(finite, np.maximum(self._highest, values + budgets), self._highest)
         for value, mask in self._not_finite.items():
             mask |= compare.same_number(values, value)
 

@@ -83,6 +83,7 @@ MEANING_AT_EACH_INDEX = {
     _FACTOR: "a count, a sum or a weight there is not the reference's",
     _CONSTANT: "a statistic there is of other elements than the reference's",
 }
+IS_ZERO = " is zero: "
 _MEANING_OF_ZERO = {"gradient": "backward does not reach this input", "output": "nothing was written to it"}
 
 
@@ -126,9 +127,9 @@ def _zero(evidence: Evidence) -> Note | None:
         return None
     if any(extra_roundings(evidence)):  # terms that cancel: the result is as near to zero as rounding comes
         return None
-    zero = f"{evidence.role} is zero"
+    zero = f"{evidence.role}{IS_ZERO}"
     return Note(
-        f"{zero}: {_MEANING_OF_ZERO[evidence.role]}{evidence.caveat if evidence.got.size == 1 else ''}",
+        f"{zero}{_MEANING_OF_ZERO[evidence.role]}{evidence.caveat if evidence.got.size == 1 else ''}",
         ACROSS_MESHES,
         zero,
     )
