@@ -30,6 +30,7 @@ from shardproof.experiments.edited_inputs import REFERENCE_WITH
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.wrong_backwards import NO_DERIVATIVE
 from shardproof.explain.arithmetic import ADDED_BEFORE
+from shardproof.explain.note import READ_TOO_EARLY
 
 # What an edit of the reference's inputs tells: another order of them, or a number.
 ORDERS = {"order", "sequence", "border", "group", "schedule"}
@@ -74,6 +75,7 @@ STATES = (
 )
 OF_A_LINE = "forward equal, gradient not: "  # a collective or a place that lacks a sum, or has one too many
 KINDS_OF_A_LINE = {"reduction", "group", "scale", "tied", "buffer", "schedule"}
+KINDS_OF_A_WAIT = {"buffer", "schedule"}  # a collective that is not waited for
 OF_A_NUMBER = r" (times|plus|minus|with the opposite sign)\b"  # of an edit of the reference's inputs
 NAMED_LINE = re.compile(r"[\w.]+\.py:\d+")
 UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
@@ -103,6 +105,8 @@ def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
         return TRUE if any(place.partition(":")[0] in files for place in NAMED_LINE.findall(note)) else FALSE
     if note.startswith(OF_A_LINE):
         return TRUE if kind in KINDS_OF_A_LINE else FALSE
+    if READ_TOO_EARLY in note:
+        return TRUE if kind in KINDS_OF_A_WAIT else FALSE
     if note.startswith(STATES) or UNDECIDED in note:
         return NOTHING
     if REFERENCE_WITH in note:

@@ -45,6 +45,8 @@ from shardproof.declare import discover
             "right without the other call: state that depends on its sizes or values is kept between calls",
             FALSE,
         ),
+        ("buffer", "not finite first at (0), rank 0; read before its wait: all_reduce at x.py:7", TRUE),
+        ("scale", "not finite first at (0), rank 0; read before its wait: all_reduce at x.py:7", FALSE),
         ("sequence", "no output of the function depends on lengths, as the reference's do", TRUE),
         ("group", "no output of the function depends on lengths, as the reference's do", TRUE),
         ("reduction", "no output of the function depends on lengths, as the reference's do", FALSE),

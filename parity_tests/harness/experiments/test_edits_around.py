@@ -3,6 +3,7 @@
 import importlib.util
 
 import torch
+import torch.distributed as dist
 
 from parity_tests.harness.experiments.test_edited_lines import first_note
 from parity_tests.specimens.wrong_gradients import line_of
@@ -43,6 +44,21 @@ def test_a_loop_of_one_round_hides_no_line():
         nograd=("x", "w"), dims={"s": (4, 6, 8, 10)},
     )  # fmt: skip
     assert not note.startswith(RIGHT_ONCE)
+
+
+def read_before_its_wait(mesh, x):
+    total = torch.zeros(4) + x.detach().sum()
+    started = dist.all_reduce(total, group=mesh["tp"], async_op=True)
+    last = total[-1].item()
+    started.wait()
+    return 2 * x + 0 * last
+
+
+def test_a_number_in_place_of_one_that_is_read_too_early_hides_no_collective():
+    """Any finite number makes it right."""
+    note = first_note(read_before_its_wait, lambda x: 2.0 * x, {"x": "s/tp d"}, "s/tp d", {"tp": 2, "s": 8, "d": 3})
+    line = line_of(read_before_its_wait, "all_reduce")
+    assert note.endswith(f"read before its wait: all_reduce at {line}") or note.startswith(f"{RIGHT_ONCE}{line}")
 
 
 LIBRARY = """

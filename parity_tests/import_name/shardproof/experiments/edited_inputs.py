@@ -28,7 +28,7 @@ from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.input_edits import Change, InputEdit, edits_of_inputs
 from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import OBSERVED, Note
+from shardproof.explain.note import OBSERVED, READ_TOO_EARLY, Note
 from shardproof.explain.places import NO_PATTERN, ORDER_OF
 from shardproof.judge.compare import compared
 from shardproof.judge.reference import Reference, evaluate
@@ -121,7 +121,7 @@ def name_edited_inputs(
 
 def _names_a_cause(note: Note) -> bool:
     starts = (RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING, ORDER_OF)
-    return names_a_number(note) or note.startswith(starts)
+    return names_a_number(note) or note.startswith(starts) or READ_TOO_EARLY in note
 
 
 def _that_explain(scheme: Declared, report: Report, failing: Sequence[Report]) -> Iterator[tuple[InputEdit, set[str]]]:

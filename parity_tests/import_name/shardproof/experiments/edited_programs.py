@@ -39,7 +39,7 @@ from shardproof.experiments.right_apart import JudgedCase, judged_cases
 from shardproof.experiments.unsummed_edges import Graph, with_graph
 from shardproof.explain.arithmetic import names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import OBSERVED, Note
+from shardproof.explain.note import OBSERVED, READ_TOO_EARLY, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
@@ -125,7 +125,7 @@ def _named(
 
 
 def _names_a_cause(note: Note) -> bool:
-    return names_a_number(note) or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: "))
+    return names_a_number(note) or note.startswith((RIGHT_ONCE, f"{FORWARD_EQUAL}: ")) or READ_TOO_EARLY in note
 
 
 def wrong_outputs(report: Report) -> list[str]:
