@@ -19,7 +19,7 @@ from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
 SHAPES_TRIED = 12
-MAX_ELEMENTS = 10**5  # over all dims together
+MAX_ELEMENTS = 10**5  # over all dims together, or of each tensor
 WIDE = 12  # elements along a dim that has one id among many
 ORDINARY = (
     "normal",
@@ -153,7 +153,11 @@ def _larger_case(
         for shape in size_choices.shapes(
             scheme, {}, [mesh], SHAPES_TRIED * (1 if place == 0 else 2), case.options, with_pairs=False
         )
-        if size_choices.compatible(scheme, shape, mesh, case.options) and math.prod(shape.values()) <= MAX_ELEMENTS
+        if size_choices.compatible(scheme, shape, mesh, case.options)
+    ]
+    # The product of many dims is large where no tensor is.
+    shapes = [shape for shape in shapes if math.prod(shape.values()) <= MAX_ELEMENTS] or [
+        shape for shape in shapes if _largest_tensor(scheme, shape) <= MAX_ELEMENTS
     ]
     if not shapes:
         return None
@@ -170,3 +174,8 @@ def _larger_case(
     return new_case.replace(
         mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, conditions=source.conditions
     )
+
+
+def _largest_tensor(scheme: Declared, shape: Mapping[str, int]) -> int:
+    """The number of elements of the largest input or output."""
+    return max(math.prod(dim.size(shape) for dim in arg.spec.dims) for arg in (*scheme.inputs, *scheme.outputs))
