@@ -378,6 +378,13 @@ def test_a_negative_size_is_no_edit():
         assert not any("(-n" in ast.unparse(ast.fix_missing_locations(new)) for _, new in tried)
 
 
+def test_a_group_of_one_rank_is_no_edit():
+    """A model that is not sharded is right, whatever line of its sharding is wrong."""
+    names = Names({"view": "mesh"}, {}, {}, ("tp",))
+    tried = alternatives(ast.parse("view.size('tp')", mode="eval").body, ast.Module([], []), names)
+    assert "view.size('tp') / view.size('tp')" not in {ast.unparse(ast.fix_missing_locations(new)) for _, new in tried}
+
+
 def test_a_copy_that_is_left_out_is_no_edit():
     """It would share its storage, and the mistake might be written over."""
     names = Names({"x": "tensor of floats, 2"}, {}, {}, ("tp",))

@@ -219,7 +219,7 @@ def _extended(node: ast.expr, parent: ast.AST, names: Names) -> Alternatives:
         return
     inside = _names(node)
     if _is_reduction(node) or _is_local_size(node):  # of all ranks, and a mean over them for their sum
-        for size in names.sizes():
+        for size in (size for size in names.sizes() if size != ast.unparse(node)):  # a group of one needs no sharding
             yield from ((POSSIBLE, ast.BinOp(node, operator, parsed(size))) for operator in (ast.Div(), ast.Mult()))
     for factor in (name for name in names.numbers("int", "float") if name not in inside):
         for operator in (ast.Mult(), ast.Div()):
