@@ -12,9 +12,11 @@ import typer
 from parity_tests.specimens.user_files import LOCKSTEP, TIMES_RANKS, written
 from shardproof.cli import page
 from shardproof.cli.app import app
+from shardproof.cli.expected import CAUSES
 from shardproof.cli.help import EXAMPLES, JUDGING, STATUS
 from shardproof.cli.shapes import SHAPES
 from shardproof.draw.profiles import EXAMPLES as PROFILES
+from shardproof.endings.exit_status import RANK_FAILED
 from shardproof.engines.failure import Died
 from shardproof.tracing import show as traces
 from shardproof.tracing.comparison import Line
@@ -86,6 +88,10 @@ def test_the_list_of_verbs_cuts_no_sentence(shardproof, monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", NARROW)
     out = shardproof("--help")[1]
     assert "..." not in out.partition("Commands:")[2] and max(map(len, out.splitlines())) <= int(NARROW)
+
+
+def test_every_failure_of_a_rank_is_listed_under_its_status():
+    assert [cause for cause in CAUSES if cause not in STATUS[RANK_FAILED]] == []
 
 
 def test_help_names_every_value():

@@ -75,7 +75,8 @@ STATUS = {
     0: "all equal",
     1: "a mismatch: value, gradient, protocol, cost or hygiene; or no verdict: undecided, engines disagree",
     2: "usage: a target, option or declaration that cannot be used, or an output file that cannot be written",
-    3: "a rank failed: raised, died, deadlock, stalled; or a user's code exited or ended the process",
+    3: "a rank failed: raised, died, collective mismatch, deadlock, stalled, shared, unwaited, modified; "
+    "or a user's code exited or ended the process",
     4: "nothing ran, such as nccl without a GPU",
     70: "an internal error, which is a bug of this command",
     130: "interrupted",

@@ -48,7 +48,7 @@ With several outcomes the worst status is returned: 70, then 3, then 1, then 2 f
   is saved, or one that it imports and that is no installed package, a fork of this process verifies the schemes, those
   that failed last first, and ends: no module, memory or process of a version is left. A failing case is printed at
   once, in one line; its cause and the smallest case follow. A file that cannot be imported waits for the next save.
-  Ctrl-C ends the watch, with the status of the last verdict.
+  Ctrl-C ends the watch, with the status of the last verdict, or with 130 during a verdict.
 - **Less and more output.** `-q` prints only failures and the closing line, `-v` prints more. Not every verb has them.
 - **JSON.** `--json PATH` writes a file that ends in `.json`, besides what is printed. `--json -`, or `--json` at the
   end or before another option, puts the JSON on standard output, and all else on standard error. Keys are never taken

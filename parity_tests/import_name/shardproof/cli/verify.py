@@ -98,7 +98,11 @@ def verify(
     ] = None,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Stay, and print a new verdict when FILE, or a file that it imports, is saved."),
+        typer.Option(
+            "--watch",
+            help="Stay, and print a new verdict when FILE, or a file that it imports, is saved. Ctrl-C ends it, with "
+            "the last verdict's status, or with 130 during a verdict.",
+        ),
     ] = False,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
     jax_cache: Annotated[
