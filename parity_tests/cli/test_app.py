@@ -264,6 +264,14 @@ def test_schemes_of_parts_that_are_not_public_are_listed_with_all(shardproof):
     assert shardproof("list", "filtered_by_lists", "--all", "-q")[1] == "filtered_by_lists\n"
 
 
+def test_the_list_fits_into_80_columns_where_they_are_set(shardproof, monkeypatch):
+    whole = shardproof("list", "--all")[1]
+    monkeypatch.setenv("COLUMNS", "80")
+    broken = shardproof("list", "--all")[1]
+    assert max(map(len, broken.splitlines())) <= 80 < max(map(len, whole.splitlines()))
+    assert broken.split() == whole.split()
+
+
 def test_list(shardproof):
     status, out, _ = shardproof("list", "vocab_parallel_logprob")
     assert status == 0

@@ -20,7 +20,7 @@ from shardproof.report import summary
 from shardproof.report.html_page import fragment, page
 from shardproof.report.merging import merge_reports
 from shardproof.report.report import GradientMismatch, ValueMismatch
-from shardproof.report.sentence import Sentence
+from shardproof.report.sentence import Sentence, as_text
 from shardproof.report.summary import Outcome, Place
 from shardproof.verify_one_case import verify_case
 
@@ -394,6 +394,19 @@ def test_a_terminal_breaks_sentences_at_80_columns_below_their_beginning():
     file = Console(file=io.StringIO(), width=80, color_system=None)
     file.print(Sentence(note), soft_wrap=True)
     assert file.file.getvalue() == note + "\n"
+
+
+def test_a_pipe_breaks_sentences_at_the_columns_that_are_set(capsys, monkeypatch):
+    note = "    off by the constant factor 0.5 (= 1/tp): a reduction is missing or repeated, or a mean divides by 2"
+    monkeypatch.delenv("COLUMNS", raising=False)
+    Console().print(Sentence(note), soft_wrap=True)
+    assert capsys.readouterr().out == note + "\n"
+    for columns in (60, 90):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        Console().print(Sentence(note), soft_wrap=True)
+        first, second = capsys.readouterr().out.splitlines()
+        assert columns - 20 < len(first) <= columns and second.startswith("      ")
+        assert as_text(Sentence(note)) == note  # of a replay file
 
 
 def test_a_heading_of_80_columns_narrows_its_gaps_before_it_breaks():

@@ -43,7 +43,8 @@ With several outcomes the worst status is returned: 70, then 3, then 1, then 2 f
   its death are printed.
 - **A full disk.** The files are lost; the verdicts are printed.
 - **Output.** Verdicts and tables go to standard output; progress bars, and one sentence for an error, to standard
-  error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too.
+  error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too. A terminal breaks long
+  lines, a pipe does so where `COLUMNS=80` says how long they may be.
 - **A verdict at each save.** With `verify FILE --watch` a process stays that has imported torch and JAX. When the file
   is saved, or one that it imports and that is no installed package, a fork of this process verifies the schemes, those
   that failed last first, and ends: no module, memory or process of a version is left. A failing case is printed at

@@ -12,6 +12,7 @@ from rich.table import Table
 from shardproof.declare import scheme_index
 from shardproof.declare.targets import is_path
 from shardproof.report.out_path import check_writable, write_text
+from shardproof.report.sentence import Sentence
 
 TABLE_WIDTH = 160  # columns that need no line break in any cell; without a terminal, COLUMNS gives them
 
@@ -32,8 +33,7 @@ def show(target: str, json: str | None, quiet: bool = False, everything: bool = 
         return
     console = Console()
     if console.width < TABLE_WIDTH:
-        text = "\n\n".join(map(_stacked, entries))
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(Sentence("\n\n".join(map(_stacked, entries))), soft_wrap=True)
     else:
         console.print(_table(entries), highlight=False)
 
@@ -59,7 +59,7 @@ def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
 
 
 def _stacked(entry: scheme_index.Entry) -> str:
-    """A scheme on its own lines, for narrow terminals and pipes: specs and paths are not broken."""
+    """A scheme on its own lines, for narrow terminals and pipes: no table breaks its specs and paths."""
     mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
     indent = "\n    "
     return indent.join([entry.name, mesh, *_specs(entry), entry.reference, f"{entry.file}:{entry.line}"])

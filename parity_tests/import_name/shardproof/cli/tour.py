@@ -25,7 +25,7 @@ from shardproof.endings.exit_status import EQUAL, MISMATCH
 from shardproof.implementation.public_names import is_public
 from shardproof.report import summary
 from shardproof.report.out_path import check_writable, naming, replace_earlier, write_text
-from shardproof.report.sentence import Sentence
+from shardproof.report.sentence import Sentence, is_broken
 from shardproof.report.summary import Outcome
 from shardproof.verify_one_case import verify_case
 
@@ -65,7 +65,7 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
         tour.figure().savefig(figure_path, dpi=130)
     tour.console.print()
     closing = _closing(tour, time.perf_counter() - start)
-    is_file = not tour.console.is_terminal
+    is_file = not is_broken(tour.console)
     Console(stderr=text_to_stderr).print(closing, style="bold", highlight=False, soft_wrap=is_file)
     tour.console.print(f"figure: {figure_path}", highlight=False, soft_wrap=is_file)
     if json:
@@ -101,7 +101,7 @@ def _schemes(tour: Tour, examples: int, everything: bool) -> None:
         tour.examples += report.examples
         if not report.ok:
             tour.wrong.append(f"{name} is not equal ({report.verdict})")
-            tour.console.print(report, soft_wrap=not tour.console.is_terminal, highlight=False)
+            tour.console.print(report, soft_wrap=not is_broken(tour.console), highlight=False)
     for name, reason in ((titles[key], reason) for key, reason in outcome.not_run.items()):
         tour.wrong.append(f"{name} was not run")
         tour.console.print(Sentence(f"not run: {name}: {reason}"), soft_wrap=True)
@@ -136,7 +136,7 @@ def _text(tour: Tour) -> None:
         if not is_equal:
             tour.wrong.append(f"the text over tp={tp} is not equal")
             for reading in (exact, single):
-                tour.console.print(reading.report, soft_wrap=not tour.console.is_terminal, highlight=False)
+                tour.console.print(reading.report, soft_wrap=not is_broken(tour.console), highlight=False)
     tour.console.print(grid)
 
 
@@ -150,7 +150,7 @@ def _bugs(tour: Tour) -> None:
         is_caught = not report.ok and any(bug.expect in note for note in notes)
         tour.injected.append(tour_figure.line_of(bug.scheme.name, report))
         tour.caught[bug.mistake] = is_caught
-        caught, is_file = "caught" if is_caught else "NOT CAUGHT", not tour.console.is_terminal
+        caught, is_file = "caught" if is_caught else "NOT CAUGHT", not is_broken(tour.console)
         tour.console.print(Sentence(f"{caught}: {bug.mistake}"), highlight=False, soft_wrap=is_file)
         shown_notes = notes if notes else [report.verdict]
         for note in shown_notes:

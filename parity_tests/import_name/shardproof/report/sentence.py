@@ -1,9 +1,14 @@
-"""Sentences: a terminal breaks a line between words at LINE columns, and indents the rest a little more."""
+"""Sentences: a terminal breaks a line between words at LINE columns, and indents the rest a little more.
+
+A pipe and a file have it whole, so that a search finds it, unless the environment sets COLUMNS.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import TextIO
@@ -17,15 +22,16 @@ BELOW = " " * 4  # where the rest of a row begins
 
 @dataclass(frozen=True)
 class Sentence:
-    """One or several lines, each with its own indentation. A file has them unbroken, so that a search finds them."""
+    """One or several lines, each with its own indentation."""
 
     text: str
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text = self.text
-        if console.is_terminal:
-            text = "\n".join(_wrapped(line, min(LINE, options.max_width)) for line in text.splitlines())
+        if is_broken(console):
+            width = min(LINE, options.max_width) if console.is_terminal else options.max_width
+            text = "\n".join(_wrapped(line, width) for line in text.splitlines())
         yield Text(text, style=self.style)
 
 
@@ -38,10 +44,15 @@ class Row:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         text, width = self.text, options.max_width
-        if console.is_terminal and len(text) > width:
+        if is_broken(console) and len(text) > width:
             parts = text.replace(", ", f",\n{BELOW}").splitlines()
             text = "\n".join(line for part in parts for line in _lines(part, width, BELOW))
         yield Text(text, style=self.style)
+
+
+def is_broken(console: Console) -> bool:
+    """Whether lines are broken: on a terminal, and in an output of this process whose reader sets COLUMNS."""
+    return console.is_terminal or ("COLUMNS" in os.environ and console.file in (sys.stdout, sys.stderr))
 
 
 def _wrapped(line: str, width: int) -> str:
@@ -75,7 +86,8 @@ def print_report(report: RenderableType, stream: TextIO | None) -> None:
     """Print a report: on a terminal in its width, elsewhere as plain text. A stream of None is closed."""
     if stream is None:
         return
-    if stream.isatty():
-        Console(file=stream).print(report, highlight=False)
+    console = Console(file=stream)
+    if is_broken(console):
+        console.print(report, highlight=False)
     else:
         stream.write(f"{report}\n")  # a user's code may have replaced `print`

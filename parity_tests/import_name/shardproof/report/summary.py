@@ -18,7 +18,7 @@ from shardproof.declare.counted import counted
 from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, MISMATCH, NOTHING, RANK_FAILED, USAGE, worst
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.report import Report
-from shardproof.report.sentence import Sentence
+from shardproof.report.sentence import Sentence, is_broken
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     single = len(outcome.reports) == 1
     if len(outcome.reports) > 1 and not options.quiet:
         console.print(table(outcome, console.width), crop=False)
-    one_line = not console.is_terminal  # a terminal breaks lines between words, a file keeps them whole for searching
+    one_line = not is_broken(console)
     titles, left_out = outcome.titles, dict[str, list[str]]()
     for report in outcome.reports:
         title = titles[report.scheme]

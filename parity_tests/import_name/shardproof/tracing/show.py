@@ -15,7 +15,7 @@ from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from shardproof.engines.failure import RankFailure
 from shardproof.report.out_path import write_text
 from shardproof.report.report import number
-from shardproof.report.sentence import Sentence
+from shardproof.report.sentence import Sentence, is_broken
 from shardproof.tracing.comparison import Line, first
 
 INNER = "inside a module, where other tokens may be held"
@@ -67,7 +67,7 @@ def print_report(console: Console, report: TraceReport, is_whole: bool, quiet: b
 def console(json: str | None) -> Console:
     """The table's console: standard error if standard output carries JSON."""
     text_to_stderr = json == "-"
-    return Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else WIDTH)
+    return Console(stderr=text_to_stderr, width=None if is_broken(Console(stderr=text_to_stderr)) else WIDTH)
 
 
 def write(reports: Sequence[TraceReport], json: str | None) -> int:

@@ -16,7 +16,7 @@ from shardproof.engines.engines import run as on_ranks
 from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
 from shardproof.report.out_path import check_writable, naming, replace_earlier, write_text
-from shardproof.report.sentence import Sentence
+from shardproof.report.sentence import Sentence, is_broken
 from shardproof.training import checkpoint, page, show
 from shardproof.training.body import train as body
 from shardproof.training.figure import figure
@@ -69,7 +69,7 @@ def _check_world(runs: Sequence[Run], world: int) -> None:
 
 def _all(runs: Sequence[Run], options: TrainOptions) -> int:
     text_to_stderr = options.json == "-"  # standard output is for JSON alone
-    console = Console(stderr=text_to_stderr, width=None if Console(stderr=text_to_stderr).is_terminal else show.WIDTH)
+    console = Console(stderr=text_to_stderr, width=None if is_broken(Console(stderr=text_to_stderr)) else show.WIDTH)
     reference_steps, status, done, reports = ReferenceSteps(), EQUAL, [], []
     for run in runs:
         try:
