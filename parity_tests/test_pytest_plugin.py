@@ -1,6 +1,7 @@
 """Schemes as tests of pytest, and tracebacks without lines of the harness: each in a run of pytest inside this one."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,23 @@ def test_the_output_fits_into_80_columns_and_the_summary_names_tensor_and_cause(
         assert [line for line in printed if len(line) > 80] == []
         assert "raising" in name or "  MISMATCH  d/d x" in str(longrepr)
         assert "contextlib" not in str(longrepr)
+
+
+@pytest.mark.parametrize("colour", ["yes", "no"])
+def test_a_line_of_the_summary_has_the_width_of_the_terminal(colour, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("CI", "BUILD_NUMBER"):  # where pytest cuts no line
+        monkeypatch.delenv(name, raising=False)
+    scheme_file("my_scheme.py", "wrong", WRONG)
+    Path(f"test_in_colour_{colour}.py").write_text(
+        "from shardproof import schemes_of_file\n\n"
+        "def test_verdict():\n    assert schemes_of_file('my_scheme.py')[0].verify(examples=1)\n"
+    )
+    outcomes("--shardproof-examples", "1", f"--color={colour}", "-p", "no:terminalprogress", ".")
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line for line in printed.splitlines() if line.startswith("FAILED")]
+    assert [len(line) for line in lines] == [80, 80], printed
+    assert all(line.endswith("...") for line in lines)
 
 
 def test_a_failure_is_the_same_in_a_worker(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import os
 import sys
 import traceback
 import unittest
@@ -21,6 +22,7 @@ FILES = ("scheme_*.py", "*_scheme.py")  # besides files named on the command lin
 OF_A_SCHEME = "@scheme"
 _LOADED = "shardproof.report.report"  # where no test has loaded it, no exception is a verdict
 ENGINES = ("lockstep", "gloo", "nccl")
+WHOLE_LINES = ("CI", "BUILD_NUMBER")  # pytest cuts no line of its summary where one of these is set
 OF_PYTEST = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, unittest.SkipTest)
 
 
@@ -166,12 +168,27 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         _hide_frames(error)
         error = error.__cause__ or error.__context__
     report = yield
-    is_traceback = not isinstance(item, SchemeTest) and hasattr(report.longrepr, "reprtraceback")
+    report.of_shardproof = isinstance(item, SchemeTest)
+    is_traceback = not report.of_shardproof and hasattr(report.longrepr, "reprtraceback")
     if raised is not None and is_traceback and _LOADED in sys.modules:
         from shardproof.report.pytest_lines import of_test
 
-        of_test(raised, report.longrepr)
+        report.of_shardproof = of_test(raised, report.longrepr)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Cut the messages of verdicts for a coloured summary: pytest takes a name in colours for one without a width."""
+    writer = config.get_terminal_writer()
+    is_whole = config.option.verbose >= 2 or any(os.environ.get(name) for name in WHOLE_LINES)
+    if not writer.hasmarkup or (is_whole and not config.getoption("force_short_summary", False)):
+        return
+    for report in terminalreporter.getreports("failed"):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        if crash is not None and getattr(report, "of_shardproof", False):
+            room = writer.fullwidth - len(f"FAILED {report.nodeid} - ")
+            if len(crash.message) > room:
+                crash.message = f"{crash.message[: max(room - 3, 0)]}..."
 
 
 def _hide_frames(error: BaseException) -> None:

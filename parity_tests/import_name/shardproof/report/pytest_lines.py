@@ -42,15 +42,15 @@ def of_scheme(excinfo: Any, report: Report | None, crash: Crash) -> Any:
     return failure
 
 
-def of_test(error: BaseException, failure: Any) -> None:
-    """Change the failure of a user's test that ends with a verdict: the exception's lines, and its message."""
+def of_test(error: BaseException, failure: Any) -> bool:
+    """Whether a user's test ends with a verdict; if so, change its failure: the exception's lines, and its message."""
     report = _failing_report(error)
     if report is not None:
         told, message = report, f"{report.scheme.rpartition(':')[2]}: {report.headline}"
     elif isinstance(error, RankFailure):
         told, message = Sentence(str(error)), str(error).splitlines()[0]
     else:
-        return
+        return False
     lines = as_text(told, _columns() - len(OF_EXCEPTION)).splitlines()
     lines += "\n".join(getattr(error, "__notes__", ())).splitlines()
     entry = failure.reprtraceback.reprentries[-1]
@@ -58,6 +58,7 @@ def of_test(error: BaseException, failure: Any) -> None:
     entry.lines = [*source, *(OF_EXCEPTION + line for line in lines)]
     if failure.reprcrash is not None:
         failure.reprcrash.message = message
+    return True
 
 
 def _failing_report(error: BaseException) -> Report | None:
