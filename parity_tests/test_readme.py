@@ -40,7 +40,7 @@ def test_the_landing_page_shows_the_verdict_of_its_scheme(tmp_path):
 
 def test_a_row_is_distinguished_from_a_sentence():
     assert shape("  equal     out  6.5e-08  2.4e-07  0.27  (0,1) float32\n") == ["out equal"]
-    assert shape("  MISMATCH  d/d x  6.5e-08  2.4e-09  27  (0,1) float32") == ["d/d x MISMATCH"]
+    assert shape("  MISMATCH  d/d x  6.5e-08  2.4e-09  27    (0,1)") == ["  MISMATCH d/d x 6.5e-08 2.4e-09 27 (0,1)"]
     assert shape("    out: off by 2\nreplay: replay_00ff00ff.py") == ["    out: off by 2", "replay: replay_#.py"]
 
 
