@@ -34,6 +34,14 @@ def warned(x):
 """
 
 
+SUMS_IN_PLACE = """
+import torch.distributed as dist
+def summed(mesh, x):
+    dist.all_reduce(x, group=mesh["tp"])
+    return x
+"""
+
+
 def written(folder: Path, name: str, **parts: str) -> str:
     path = folder / name
     path.write_text(SCHEME.format(**parts))
@@ -113,6 +121,15 @@ def test_warnings_are_written_once(tmp_path, capfd):
     assert scheme.verify("gloo", examples=2, tp=2).ok
     shown = capfd.readouterr().err
     assert shown.count("UserWarning: when called") == 1 and "on import" not in shown
+
+
+@pytest.mark.slow
+def test_torch_does_not_warn_of_a_gradient_that_is_judged(tmp_path, capfd):
+    pool.close()  # the next ranks write where this test reads
+    body = "x * 2 + summed(mesh, x * 0)"
+    (scheme,) = schemes_of_file(written(tmp_path, "in_place.py", imports=SUMS_IN_PLACE, body=body))
+    assert scheme.verify("gloo", examples=1, tp=2).ok
+    assert "autograd" not in capfd.readouterr().err
 
 
 def test_ranks_run_a_module_as_it_is_now(tmp_path, monkeypatch):

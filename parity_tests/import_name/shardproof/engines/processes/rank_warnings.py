@@ -1,5 +1,6 @@
-"""Warnings on ranks: the parent's import warnings are dropped, and any other warning is shown once for all ranks.
+"""Warnings on ranks: those that say nothing new are dropped, and any other warning is shown once for all ranks.
 
+The parent has shown the warnings of an import, and a verdict answers torch's doubt of the gradient of a collective.
 Filters stay unchanged, because a library's own filters must hold afterwards: only the function that writes warnings is
 replaced.
 """
@@ -14,6 +15,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+DOUBTED_GRADIENT = "an autograd kernel was not registered"  # torch of `dist.all_reduce` under autograd
 
 
 @contextlib.contextmanager
@@ -53,6 +56,8 @@ def show_once(folder: str) -> None:
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
+        if DOUBTED_GRADIENT in str(message):
+            return
         text = warnings.formatwarning(message, category, filename, lineno, line)
         name = f"warning_{hashlib.sha256(text.encode()).hexdigest()}"
         with contextlib.suppress(FileExistsError):  # another rank was first
