@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 
-from parity_tests.specimens.noted_scheme import declared, notes
+from parity_tests.specimens.noted_scheme import declared, notes, notes_on_case
 from parity_tests.specimens.wrong_gradients import (
     GatherWithoutSum,
     line_of,
@@ -421,3 +421,19 @@ def test_errors_are_compared_within_one_copy():
         of_all = notes(declaration.verify(seed=seed))
         assert of_all[0].startswith("right once mean at "), of_all
         assert of_all[1:3] == [OWN, "tp ranks hold different copies of what should be one value"], of_all
+
+
+def test_copies_that_add_up_in_one_case_alone_are_different_copies():
+    """Each rank clips its own addend. A norm below 1 is not clipped, so that two such addends add up."""
+
+    def clipped(mesh, x):
+        return x / x.norm().clamp(min=1)
+
+    def reference(x):
+        return x / jnp.maximum(jnp.linalg.norm(x), 1)
+
+    found = notes_on_case(
+        clipped, reference, {"x": "n dp=P"}, "n dp=I", {"dp": 2, "n": 1, "seed": 0, "dtype": "float32"},
+        mesh={"dp": (1, 2)}, nograd=("x",),
+    )  # fmt: skip
+    assert found == {"out": ["dp ranks hold different copies of what should be one value"]}

@@ -41,7 +41,7 @@ from shardproof.explain.collect_evidence import borders
 from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
 from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, ORDER_OF, SAME_VALUES, worst_element
-from shardproof.explain.sums import ZERO_ADDEND, zero_addend
+from shardproof.explain.sums import ZERO_ADDEND, different_copies, zero_addend
 from shardproof.judge.compare import max_finite
 from shardproof.report.report import Report, mesh_text, sizes
 from shardproof.verify_one_case import NARROW
@@ -199,7 +199,15 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
         survivors += _of_this_case_alone(scheme, report, label, same_tensor)
     observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
     context = [note for note in report.notes[label] if note.scope == CONTEXT]
-    yield from [*observed, *survivors, *context] or [worst_element(_evidence(scheme, report, label))]
+    told = [*observed, *survivors, *context] or _different_copies(report, label, same_tensor)
+    yield from told or [worst_element(_evidence(scheme, report, label))]
+
+
+def _different_copies(report: Report, label: str, same_tensor: Sequence[Report]) -> list[Note]:
+    """What another case on this mesh says of unequal copies. In this case they add up, which the other one refutes."""
+    wordings = {different_copies(axis) for axis in report.case.mesh}
+    on_this_mesh = [other for other in same_tensor if other.case.mesh == report.case.mesh]
+    return list(dict.fromkeys(note for other in on_this_mesh for note in other.notes[label] if note in wordings))
 
 
 def _of_this_case_alone(scheme: Declared, report: Report, label: str, same_tensor: Sequence[Report]) -> Iterator[Note]:
