@@ -134,7 +134,7 @@ def test_replicas_that_differ_in_the_last_bit():
     )
     report = declaration.verify(tp=2, b=3)
     assert all(tensor.ok for tensor in report.tensors if tensor.role == "output")
-    assert report.hygiene == ("out differs between replicas: at tp=1 from the first, at (0)",)
+    assert report.hygiene == ("out differs between replicas: at (0), tp=1 is unlike tp=0",)
     loose = declared(
         doubled, inputs={"x": "b tp=R"}, outputs="b tp=I", draw={"x": values("ones")}, replicas="budget"
     )  # fmt: skip
@@ -156,7 +156,7 @@ def test_replicas_of_a_gradient():
         return Slightly.apply(x, mesh.rank("tp"))
 
     report = findings(doubled, inputs={"x": "b tp=I"}, outputs="b tp=I")
-    assert report.hygiene == ("d/d x differs between replicas: at tp=1 from the first, at (0)",)
+    assert report.hygiene == ("d/d x differs between replicas: at (0), tp=1 is unlike tp=0",)
 
 
 def test_infinite_replicas_are_equal():

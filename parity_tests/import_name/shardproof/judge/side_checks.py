@@ -206,8 +206,9 @@ def _replicas(tensor: TensorComparison) -> list[str]:
     if bool(same.all()):
         return []
     copy, *where = (int(i) for i in np.argwhere(~same)[0])
-    at = ", ".join(f"{axis}={i}" for axis, i in tensor.stitched.coordinates[copy].items())
-    return [f"{tensor.label}{UNEQUAL_REPLICAS}: at {at} from the first, at {index_text(tuple(where))}"]
+    first, other = (", ".join(f"{axis}={i}" for axis, i in tensor.stitched.coordinates[of].items()) for of in (0, copy))
+    place = f"at {index_text(tuple(where))}, " if where else ""  # a number has none
+    return [f"{tensor.label}{UNEQUAL_REPLICAS}: {place}{other} is unlike {first}"]
 
 
 def unequal_replicas(hygiene: Sequence[str]) -> set[str]:
