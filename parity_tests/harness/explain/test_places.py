@@ -3,12 +3,15 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
-from shardproof import offsets, scheme, values
+from shardproof import offsets, scheme, token_below, values
+from shardproof.engines.program import Program
 from shardproof.explain.clues import explain
+from shardproof.explain.collect_evidence import id_marks
 from shardproof.verify_one_case import verify_case
 
 
@@ -130,3 +133,25 @@ def test_a_border_between_sequences_that_is_not_read():
 
     report = verify_case(sums_of_everything, sums_of_everything.case(seed=1, cp=1, dtype="float64"))
     assert report.notes["out"][0] == "wrong only at sequences behind the first of t (all of its elements)"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_ids_of_a_rank_are_a_place_where_there_are_other_ranks(tp):
+    """Of a single rank they are all ids of the vocabulary."""
+
+    @scheme(
+        reference=lambda weight, ids: weight[ids],
+        mesh={"tp": (1, 2)},
+        inputs={"weight": "v/tp", "ids": "b"},
+        outputs="b tp=P",
+        draw={"ids": token_below("v")},
+    )
+    def own_rows(mesh, weight, ids):
+        is_own = torch.isin(ids, mesh.global_ids("v"))
+        return weight[torch.where(is_own, ids - mesh.global_ids("v")[0], 0)] * is_own
+
+    case = own_rows.case(tp=tp, b=64, v=4, dtype="float32", seed=1)
+    report = verify_case(own_rows, case)
+    marks = id_marks(own_rows, Program.of(own_rows), case, report.tensors[0])
+    ranks = [f"positions whose ids belongs to tp rank {rank}" for rank in range(tp)]
+    assert [name for name in marks if "belongs" in name] == (ranks if tp > 1 else [])

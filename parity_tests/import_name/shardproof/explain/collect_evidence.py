@@ -236,7 +236,7 @@ def _marked(scheme: Declared, case: CaseSpec, dim: str, ids: np.ndarray) -> dict
         borders["is the last id of a shard"] = np.append(change, size) - 1
         masks |= {text: masks.get(text, False) | np.isin(ids, border) for text, border in borders.items()}
         inside = np.where((ids >= 0) & (ids < size), ids, 0)
-        for rank in range(case.mesh[axis]):
+        for rank in range(case.mesh[axis]) if case.mesh[axis] > 1 else ():
             masks[f"belongs to {axis} rank {rank}"] = (owner[inside] == rank) & ~masks["is out of vocabulary"]
     return {text: mask for text, mask in masks.items() if mask.any()}
 
