@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.pages import IMAGE
 from parity_tests.pages import blocks as blocks_of_page
 from parity_tests.specimens.documented_console import replaced, run_as_shown, shape
 
@@ -52,7 +53,7 @@ def test_its_commands_are_targets():
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
-LINKS = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r'src(?:set)?="([^"]+)"', README)
+LINKS = re.findall(r"\]\(([^)#]+)\)", README) + IMAGE.findall(README)
 
 
 @pytest.mark.parametrize("link", sorted(set(LINKS)))
