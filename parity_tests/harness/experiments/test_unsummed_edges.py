@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from shardproof import scheme, values
+from torch_impl.collectives import all_reduce
 
 
 class Linear(torch.autograd.Function):
@@ -126,6 +127,43 @@ def test_a_use_with_its_own_sum_is_not_named():
     function = right_product_beside_a_wrong_one
     notes = wrong(function, both).verify().notes["d/d x"]
     assert sentence([("mm", function, "second = x @ u")]) in notes
+
+
+def over_the_norm(mesh, w):
+    norm = all_reduce(w.square().sum(), mesh["tp"]).sqrt()
+    return w / norm, norm
+
+
+def over_one_norm(mesh, w, bias):
+    norm = (all_reduce(w.square().sum(), mesh["tp"]) + bias.square().sum()).sqrt()
+    return w / norm, bias / norm
+
+
+def normed(w):
+    norm = jnp.sqrt((w**2).sum())
+    return w / norm, norm
+
+
+def both_normed(w, bias):
+    norm = jnp.sqrt((w**2).sum() + (bias**2).sum())
+    return w / norm, bias / norm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "reference", "outputs"),
+    [(over_the_norm, normed, ("n/tp", "tp=I")), (over_one_norm, both_normed, ("n/tp", "d tp=I"))],
+)
+def test_a_norm_is_named_where_it_scales_a_shard(function, reference, outputs):
+    """On the same line it may scale a replica too, whose cotangents need no sum."""
+    inputs = {"w": "n/tp", "bias": "d tp=I"}
+    names = list(inspect.signature(reference).parameters)
+    declared = scheme(
+        reference=reference, mesh={"tp": (2, 3)}, inputs={name: inputs[name] for name in names}, outputs=outputs,
+        dtypes=("float32",), draw={name: values("normal") for name in names}, reduction=("n", "d")[: len(names)],
+    )(function)  # fmt: skip
+    notes = declared.verify().notes
+    assert all(sentence([("div", function, "return w / norm")]) in notes[f"d/d {name}"] for name in names), notes
 
 
 @pytest.mark.slow

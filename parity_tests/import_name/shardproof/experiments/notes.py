@@ -30,7 +30,7 @@ from shardproof.experiments.foreign_ids import name_foreign_ids
 from shardproof.experiments.narrow_kernels import name_narrow_kernels
 from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
-from shardproof.experiments.repaired_lines import name_lines
+from shardproof.experiments.repaired_lines import name_lines, name_missing_sums
 from shardproof.experiments.rounding_errors import MIN_ELEMENTS, vanishes
 from shardproof.experiments.unused_inputs import name_unused_inputs
 from shardproof.experiments.wrong_backwards import name_wrong_backwards
@@ -101,12 +101,14 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     # 4. One collective more or less that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
     # 5. If that names nothing: an edit of one line, of two operations at once, of an input of the reference. Then the
-    # inputs that no output depends on, the collectives that lose a gradient, and a wrong backward.
+    # inputs that no output depends on, the collectives that lose a gradient, the lines that lack a sum, and a wrong
+    # backward.
     notes = name_edited_line(scheme, report, failing, notes)
     notes = name_edits_of_two(scheme, report, failing, notes)
     notes = name_edited_inputs(scheme, report, failing, notes)
     notes = name_foreign_ids(scheme, report, failing, notes)
     notes = name_detached_transfers(scheme, report, name_unused_inputs(scheme, report, failing, notes))
+    notes = name_missing_sums(scheme, report, failing, notes)
     notes = name_wrong_backwards(scheme, report, notes)
     notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
     notes = name_counted_inputs(scheme, report, failing, notes)

@@ -73,6 +73,31 @@ def name_lines(
     return by_label
 
 
+def name_missing_sums(
+    scheme: Declared, report: Report, other_reports: Sequence[Report], notes: Notes
+) -> dict[str, tuple[Note, ...]]:
+    """The notes, with the lines that lack a sum, if no note says more of a gradient than that its copies differ.
+
+    A shard of a gradient has no copies: a norm over all shards may lack its sum where it scales this one.
+    """
+    by_label = dict(notes)
+    gradients = [label for label in notes if FORWARD_EQUAL in notes[label]]
+    axes = [axis for axis, size in report.case.mesh.items() if size > 1]
+    unequal = tuple(map(different_copies, axes))
+    is_unknown = all(note in (FORWARD_EQUAL, *unequal) for label in gradients for note in notes[label])
+    if not gradients or not axes or not is_unknown or _fails_on_one_rank(scheme, report, gradients):
+        return by_label
+    clearest = _clearest_failure(report, other_reports, gradients)
+    for axis in axes:
+        place_of_label = places_of_missing_sums(scheme, clearest, gradients, axis)
+        if place_of_label.keys() >= set(gradients):
+            for label, place in place_of_label.items():
+                words = _words_of_sum(place, None, f"a sum over {axis}")
+                by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
+            return by_label
+    return by_label
+
+
 def _words_of_lines(
     scheme: Declared,
     report: Report,

@@ -26,19 +26,23 @@ from shardproof.engines.program import Program
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
-MAX_RUNS = 16
+MAX_RUNS = 24
 OF_DTENSOR = {"_FromTorchTensor": "DTensor.from_local", "_ToTorchTensor": "DTensor.to_local"}
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # one frame of the stack that torch's anomaly mode stores for a node
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The gradient of the `place`-th input of an operation: `operation` as in `mm`, or a torch.autograd.Function."""
+    """The gradient of the `place`-th input of an operation: `operation` as in `mm`, or a torch.autograd.Function.
+
+    `number` counts the operations of this name on this line.
+    """
 
     operation: str
     source: str
     place: int
     is_handwritten: bool
+    number: int = 0
 
 
 Graph = list[tuple[Edge, Any, Any]]  # each edge with its two nodes, nearest to the outputs first
@@ -72,9 +76,12 @@ def _keep_of_rank_0(graph: Graph, own: Graph) -> None:
 
 
 def _candidates(graph: Graph) -> Iterator[tuple[Edge, ...]]:
-    """Single edges, hand-written functions first; then all edges into one tensor, if it has several."""
-    edges = dict.fromkeys(edge for edge, _, _ in graph)
-    yield from ((edge,) for edge in sorted(edges, key=lambda edge: not edge.is_handwritten))
+    """The edges of a line, hand-written functions first; of several on a line, each; then all edges into one tensor."""
+    edges = sorted(dict.fromkeys(edge for edge, _, _ in graph), key=lambda edge: not edge.is_handwritten)
+    lines = dict.fromkeys(replace(edge, number=0) for edge in edges)
+    of_lines = [tuple(edge for edge in edges if replace(edge, number=0) == line) for line in lines]
+    yield from of_lines
+    yield from ((edge,) for of_line in of_lines if len(of_line) > 1 for edge in of_line)
     targets = dict.fromkeys(target for _, _, target in graph)
     into = (tuple(dict.fromkeys(edge for edge, _, other in graph if other is target)) for target in targets)
     yield from (edges for edges in into if len(edges) > 1)
@@ -126,7 +133,14 @@ def _graph_of(returned: Any) -> Graph:
                 if target not in nodes:
                     nodes[target] = None
                     queue.append(target)
-    return [each for each in graph if each[0].source]
+    return [each for each in _numbered(graph) if each[0].source]
+
+
+def _numbered(graph: Graph) -> Graph:
+    nodes: dict[Edge, list[Any]] = {}
+    for edge, node, _ in graph:
+        nodes.setdefault(edge, []).append(node)
+    return [(replace(edge, number=nodes[edge].index(node)), node, target) for edge, node, target in graph]
 
 
 def _edge(node: Any, place: int) -> Edge:
