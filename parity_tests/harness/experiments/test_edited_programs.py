@@ -41,6 +41,19 @@ def test_a_maximum_of_each_ranks_own_part(function, reference):
     assert notes["out"][0].startswith(edit) and notes["d/d x"][0].startswith(edit)
 
 
+def test_an_input_whose_terms_are_not_summed():
+    """No sum after the tanh is the reference's."""
+
+    def sum_of_one(mesh, x, y):
+        return torch.tanh(all_reduce(x, mesh["dp"]) + y)
+
+    inputs, case = {"x": "n dp=P", "y": "n dp=P"}, {"dp": 2, "n": 4}
+    notes = notes_on_case(
+        sum_of_one, lambda x, y: jnp.tanh(x + y), inputs, "n dp=I", case, mesh={"dp": (1, 2, 3)}
+    )  # fmt: skip
+    assert {notes[label][0] for label in ("out", "d/d x", "d/d y")} == {f"{RIGHT_ONCE}y is summed over dp"}
+
+
 def last_ranks_sum(mesh, x):
     total = torch.zeros_like(x[0])
     for part in all_gather(x.sum(0)[None], mesh["tp"], out="I"):

@@ -2,9 +2,10 @@
 
 A wrong output may have no pattern in its numbers, as after a maximum of each rank's own part, a collective over the
 wrong ranks, or a mean of local values inside a variance. So the case runs again with one edit at a time: an all_reduce
-left out, with another operation or over other ranks; a collective after an operation; a write that adds. If only
-gradients are wrong, the operations and writes of hand-written backwards are edited: a sum may be of one rank's part.
-An edit is named only if every tensor of the failing cases, and of a case on another mesh, is right with it.
+left out, with another operation or over other ranks; a collective after an operation; a write that adds; a sum of an
+input's terms. If only gradients are wrong, the operations and writes of hand-written backwards are edited: a sum may
+be of one rank's part. An edit is named only if every tensor of the failing cases, and of a case on another mesh, is
+right with it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain, combinations, islice, product
+from itertools import chain, combinations, islice, product, starmap
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -37,6 +38,7 @@ from shardproof.experiments.combined_operations import (
 )
 from shardproof.experiments.right_apart import JudgedCase, judged_cases
 from shardproof.experiments.unsummed_edges import Graph, with_graph
+from shardproof.experiments.unsummed_inputs import sums_of_inputs
 from shardproof.explain.arithmetic import names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import OBSERVED, READ_TOO_EARLY, Note
@@ -78,7 +80,9 @@ def name_edits(scheme: Declared, report: Report, failing: Sequence[Report], note
         of_writes = _of_writes(scheme, clearest, in_mode)
         if not needs_ranks:
             return of_writes
-        return chain(_of_collectives(clearest), of_writes, _of_operations(scheme, clearest))
+        of_inputs = list(starmap(Edit, sums_of_inputs(scheme, clearest.case)))
+        of_lines = chain(_of_collectives(clearest), of_writes, _of_operations(scheme, clearest))
+        return chain(islice(of_lines, MAX_EDITS - len(of_inputs)), of_inputs)
 
     return _named(scheme, report, failing, notes, edits)
 
