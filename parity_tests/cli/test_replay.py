@@ -359,6 +359,13 @@ def test_statuses(capsys):
     )
 
 
+def test_the_help_of_a_replay_says_what_its_options_do(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        replays.replay("{}", "", "replay_975d73c9.py", ["--help"])
+    options = [line.split(None, 2) for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert [name for name, *_ in options] == ["--engine", "--repeat"] and all(len(each) == 3 for each in options)
+
+
 def test_a_file_that_is_no_replay():
     Path("other.py").write_text("CASE = 1\n")
     with pytest.raises(UnusableTarget) as caught:

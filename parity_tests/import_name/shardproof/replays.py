@@ -11,7 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardproof.declare.case import CaseSpec
+from shardproof.declare.case import ENGINES, CaseSpec
 from shardproof.declare.discover import TABLE, declaring_file
 from shardproof.draw import recorded
 from shardproof.draw.size_choices import free_dims
@@ -213,8 +213,9 @@ def _unpickled(file: Path, name: str) -> Declared:
 def _arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
     """The options of a replay file that is run by hand: --engine NAME, --repeat N."""
     parser = argparse.ArgumentParser(description="Run one recorded case again.")
-    parser.add_argument("--engine", choices=("lockstep", "gloo", "nccl", "torchrun"))
-    parser.add_argument("--repeat", type=int, default=1)
+    engines = "lockstep, gloo, nccl or torchrun; default: the recorded engine"
+    parser.add_argument("--engine", choices=ENGINES, metavar="NAME", help=engines)
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="number of runs; default: 1")
     parsed = parser.parse_args(arguments)
     return parsed.engine, max(parsed.repeat, 1)
 
