@@ -128,13 +128,18 @@ def _missed(missed: Sequence[tuple[Section, Figure]]) -> str:
             f"[{figure.name}](#{anchor(section.title)})",
             figure.promised,
             cells_of(figure).value,
-            f"{_miss(figure):.2f} times",
+            _missed_by(figure),
             reason(figure, section),
         )
         for section, figure in sorted(missed, key=lambda each: -_miss(each[1]))
     ]
     columns = ("figure", "promised", "measured", "missed by", "where the time goes")
     return joined(MISSED, markdown_table(columns, rows)) if rows else ""
+
+
+def _missed_by(figure: Figure) -> str:
+    miss = _miss(figure)
+    return f"{miss:.2f} times" if miss >= 1.01 else "less than 1.01 times"
 
 
 def _miss(figure: Figure) -> float:

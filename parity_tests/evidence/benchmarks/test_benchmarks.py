@@ -81,10 +81,12 @@ def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
 
 def test_the_farthest_from_its_promise_is_the_first_missed():
     promises = {"near": ("<= 2 s", "3 s"), "far": (">= 10 per second", "2"), "part": (">= 85% of a copy", "0.5 of it")}
+    promises["nearest"] = ("<= 1.15 times", "1.15 times")  # both rounded
     figures = [Figure(name, *texts, False, "once") for name, texts in promises.items()]
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", tuple(figures)),)))
     far, part, near = (page.index(f"| [{name}]") for name in ("far", "part", "near"))
     assert far < part < near and "| 5.00 times |" in page and "| 1.70 times |" in page
+    assert "| less than 1.01 times |" in page
 
 
 def test_compiled_graphs_of_one_profile_count_together():
