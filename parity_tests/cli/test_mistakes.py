@@ -162,7 +162,7 @@ NO_OPTION = "there is no option --tp; write --mesh tp=2 for a mesh axis, or --di
         (("--mesh", "tp=-1"), "--mesh 'tp=-1' is not NAME=NUMBER with a whole number of at least 1, such as tp=4"),
         (("--mesh", "tp=2,tp=4"), "--mesh 'tp=4' says 'tp' a second time; give each size once"),
         (("--mesh", "tp=0"), SIZES + "tp=0; sizes are integers >= 1"),
-        (("--mesh", "tq=2"), SIZES + "'tq' is not a mesh axis, dim or option (tp, b)"),
+        (("--mesh", "tq=2"), SIZES + "--mesh tq=2: 'tq' is not a mesh axis (tp)"),
         (("--mesh", "b=2"), SIZES + "--mesh b=2: 'b' is a dim; write --dim b=2"),
         (("--dim", "tp=2"), SIZES + "--dim tp=2: 'tp' is a mesh axis; write --mesh tp=2"),
         (("--mesh", "tp=65"), SIZES + "no mesh of tp=65 has 64 ranks or fewer, which is the limit"),

@@ -304,7 +304,7 @@ def _expected_of(
 
 
 def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
-    """ValueError for a dim given by --mesh, or a mesh axis given by --dim."""
+    """ValueError for a dim or an unknown name given by --mesh, or a mesh axis given by --dim."""
     dims = [*size_choices.free_dims(scheme), *scheme.dims]
     for flag, other, names, wrong, what in (
         ("--mesh", "--dim", options.mesh_names, dims, "dim"),
@@ -314,6 +314,12 @@ def _check_flags(scheme: Declared, options: VerifyOptions) -> None:
             if name in wrong:
                 text = f"{name}={options.fixed[name]}"
                 raise ValueError(f"scheme '{scheme.name}': {flag} {text}: {name!r} is a {what}; write {other} {text}")
+    for name in options.mesh_names:
+        if name not in scheme.mesh:
+            of_scheme = f"a mesh axis ({', '.join(scheme.mesh)})"
+            raise ValueError(
+                f"scheme '{scheme.name}': --mesh {name}={options.fixed[name]}: {name!r} is not {of_scheme}"
+            )
 
 
 def _one(scheme: Declared, options: VerifyOptions, progress: Progressed, keep: Keep, *, several: bool) -> Outcome:
