@@ -25,7 +25,7 @@ PURPOSE = {
     "": "`torch_impl`, the production functions, without JAX",
     "verify": "the command, `scheme`, pytest and notebooks' reports",
     "verify,hf": "the same, and models of transformers: what `make verify` installs",
-    "triton": "kernels on a GPU, and their interpreter without one",
+    "triton": "kernels on a GPU, or in Triton's interpreter without one",
     "notebooks": "running the notebooks",
     "docs": "building these pages",
 }
@@ -37,12 +37,12 @@ lines were 4.8, 5.4 and 5.5 GB.
 
 {table}
 
-The largest of `'.[verify,hf]'`: {largest}.
+The largest packages of `'.[verify,hf]'`: {largest}.
 """
 
 
 def with_section(page: str) -> str:
-    """The text of the page with its section on sizes written anew."""
+    """The text of the page with a new section on sizes."""
     before, _, after = page.partition(HEADING)
     rest = after[after.index("\n## ") :]
     versions = {"python": platform.python_version(), "torch": version("torch"), "jax": version("jax")}

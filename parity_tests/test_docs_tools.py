@@ -111,7 +111,7 @@ def test_the_page_on_installation_has_the_sizes_without_a_build():
     ]
     versions = r"with Python [\d.]+,\ntorch \d[\w.+]+, jax [\d.]+\."
     assert re.search(rf"`make sizes` wrote this table on \d{{4}}-\d\d-\d\d {versions}", page)
-    assert "torch" in re.search(r"The largest of .*", page)[0]
+    assert "torch" in re.search(r"The largest packages of .*", page)[0]
     assert "{code-cell}" not in page
 
 

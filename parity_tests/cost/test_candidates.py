@@ -181,7 +181,12 @@ def test_lengths_are_the_standard_case_or_drawn(seed, counts):
         (None, {}, {"cp": 2, "tp": 2}, "declares no cost; give scheme(...) cost=lambda case: Cost(forward="),
         (lambda c: Cost(), {}, {"tp": 2}, "--mesh lacks cp: scheme '<lambda>' has the axes cp, tp; give cp=N"),
         (lambda c: Cost(), {"v": 3}, {"cp": 2, "tp": 2}, "'v' is not a mesh axis, dim or option (cp, tp, b)"),
-        (lambda c: Cost(forward={"sum/tp": (1, 4)}), {}, {"cp": 2, "tp": 2}, "cost names 'sum', which has no model"),
+        (
+            lambda c: Cost(forward={"sum/tp": (1, 4)}),
+            {},
+            {"cp": 2, "tp": 2},
+            "cost names 'sum', which has no cost model",
+        ),
         (lambda c: Cost(forward={"all_reduce/pp": (1, 4)}), {}, {"cp": 2, "tp": 2}, "its cost names all_reduce/pp;"),
         (lambda c: Cost(forward={"all_reduce": (1, c.z)}), {}, {"cp": 2, "tp": 2}, "its cost raised AttributeError:"),
     ],

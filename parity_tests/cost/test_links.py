@@ -115,9 +115,7 @@ def test_one_rank_sends_nothing(op):
 
 
 def test_an_op_without_a_model():
-    with pytest.raises(
-        ValueError, match=r"cost names 'all_too_all', which has no model of links; the modelled ops are"
-    ):
+    with pytest.raises(ValueError, match=r"cost names 'all_too_all', which has no cost model; the modelled ops are"):
         price("all_too_all", 1, 4, Placement(2, 1, 2), H100)
 
 

@@ -106,10 +106,10 @@ class ShareKind:
     """A share of the activations, from 0 to 1."""
 
     def problem(self, value: Any) -> str | None:
-        remedy = " from 0, a block's inputs alone, to 1"
+        remedy = " from 0 (only a block's inputs are saved) to 1 (as without a budget)"
         if problem := Number(remedy=remedy).problem(value):
             return problem
-        return None if 0 <= value <= 1 else f"={value} is outside; pass a number{remedy}"
+        return None if 0 <= value <= 1 else f"={value} is not in [0, 1]; pass a number{remedy}"
 
 
 class BackendKind:

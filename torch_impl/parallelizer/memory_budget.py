@@ -1,9 +1,9 @@
 """Activation checkpointing within a memory budget: the compiler decides which results of a block backward recomputes.
 
-Torch's partitioner cuts a compiled block into a forward and a backward. A budget says which share of the activations it
-may save, between a block's inputs alone (0) and the results that it would save for the shortest run (1); within it it
-recomputes the operations that cost least. It would draw the numbers of a recomputed dropout anew, so that a graph that
-draws numbers is compiled without a budget.
+Torch's partitioner cuts a compiled block into a forward and a backward. A budget is the share of the activations that
+it may save: 0 saves a block's inputs only, and 1 saves what the fastest run needs. In between it recomputes the
+cheapest operations. A recomputed dropout would draw other random numbers, so a graph that draws any is compiled without
+a budget.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ import torch
 from torch_impl.contract import Rejected
 from torch_impl.parallelizer._torch_compat import lookup_backend, within_budget
 
-# Other backends do not partition a block: they save all that autograd saves.
-PARTITIONING = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+# Other backends have no partitioner: they save all that autograd saves.
+PARTITIONERS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
-ATTENTION, DROPOUT = "scaled_dot_product_attention", 4  # its name, and the place of its dropout
-
+ATTENTION, DROPOUT = "scaled_dot_product_attention", 4  # its name, and the position of its argument dropout_p
 
 DEFAULT = 0.5
 
 
 def budget_in_force(budget: float | None, is_chosen: bool, enable_compile: bool, backend: str) -> float | None:
-    """The budget of compiled blocks; None unless the mode with a budget is chosen.
+    """The budget of compiled blocks; None in another mode of checkpointing.
 
-    Errors: ValueError for a budget without its mode, for blocks that are not compiled, and for a backend that does not
-            decide what is saved.
+    Errors: ValueError for a budget in another mode, for blocks that are not compiled, and for a backend without a
+            partitioner.
     """
     if not is_chosen:
         if budget is not None:
@@ -42,13 +41,13 @@ def budget_in_force(budget: float | None, is_chosen: bool, enable_compile: bool,
         return None
     if not enable_compile:
         raise Rejected(
-            "activation_checkpointing='memory_budget' is decided by the compiler; pass enable_compile=True, or "
-            "'selective'"
+            "activation_checkpointing='memory_budget' needs a compiler; pass enable_compile=True, or "
+            "activation_checkpointing='selective'"
         )
-    if backend not in PARTITIONING:
+    if backend not in PARTITIONERS:
         raise Rejected(
-            f"compile_backend={backend!r} does not decide what is saved, as 'memory_budget' needs; pass one of "
-            f"{', '.join(map(repr, PARTITIONING))}"
+            f"compile_backend={backend!r} has no partitioner, which 'memory_budget' needs; pass one of "
+            f"{', '.join(map(repr, PARTITIONERS))}"
         )
     return DEFAULT if budget is None else budget
 
@@ -57,15 +56,15 @@ def budget_in_force(budget: float | None, is_chosen: bool, enable_compile: bool,
 def budgeted(backend: str, budget: float) -> Callable[..., Any]:
     """A backend of torch.compile that saves this share of the activations of each graph.
 
-    Cost: forward and backward no collective, but with `budget=0` those of the graph again.
+    Cost: no collective; but with `budget=0` backward runs the graph's own collectives again.
     """
     compiled = lookup_backend(backend)
 
     def within(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        if (drawing := _drawing_operation(graph)) is not None:
+        if (operation := _random_operation(graph)) is not None:
             warnings.warn(
-                f"activation_checkpointing='memory_budget': {drawing} draws numbers, which backward would draw anew; "
-                "this block saves its activations; set dropout to 0, or pass 'selective'",
+                f"activation_checkpointing='memory_budget': {operation} draws random numbers, and a recomputation "
+                "would draw others; this block saves its activations; set dropout to 0, or pass 'selective'",
                 UserWarning,
                 stacklevel=2,
             )
@@ -76,7 +75,7 @@ def budgeted(backend: str, budget: float) -> Callable[..., Any]:
     return within
 
 
-def _drawing_operation(graph: torch.fx.GraphModule) -> str | None:
+def _random_operation(graph: torch.fx.GraphModule) -> str | None:
     """The name of an operation of the graph, or of one inside it, that draws random numbers, or None."""
     graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     return next((_name(node) for each in graphs for node in each.nodes if _draws(node)), None)

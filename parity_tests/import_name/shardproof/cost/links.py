@@ -32,7 +32,7 @@ OPS = (*RINGS, *DIRECT, *MESSAGES)
 
 @dataclass(frozen=True)
 class Price:
-    """Bytes that the busiest rank sends to ranks on its host and on others; and the seconds of all calls."""
+    """Bytes that the busiest rank sends within its host and to other hosts, and the seconds that all calls take."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -42,7 +42,7 @@ class Price:
 def price(op: str, calls: int, size: int, place: Placement, sheet: Sheet) -> Price:
     """The price of `calls` calls of an op with `size` bytes of input in total. Errors: ValueError for an unknown op."""
     if op not in OPS:
-        raise ValueError(f"cost names {op!r}, which has no model of links; the modelled ops are {', '.join(OPS)}")
+        raise ValueError(f"cost names {op!r}, which has no cost model; the modelled ops are {', '.join(OPS)}")
     if place.ranks == 1 or calls == 0:
         return Price()
     rings = [algorithm for algorithm in sheet.algorithms if algorithm.kind == "ring"]
@@ -76,13 +76,13 @@ def _ring(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way: A
 
 
 def _ring_bandwidth(place: Placement, sheet: Sheet) -> float:
-    """Bandwidth of a ring over several hosts: all adapters of the host with the fewest, at most a rank's own links."""
+    """Bandwidth of a ring over hosts: the adapters of the host with the fewest ranks, at most a rank's own links."""
     crossing = place.fewest * sheet.between_bytes_per_second
     return min(sheet.inside_bytes_per_second, crossing) if place.fewest > 1 else crossing
 
 
 def _tree(calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm) -> Price:
-    """Reduce up and broadcast down: a chain inside a host, a binary tree over hosts."""
+    """Reduce up the tree and broadcast down: a chain inside each host, and a binary tree over the hosts."""
     waits = (math.ceil(place.ranks / place.hosts) - 1) * way.inside_seconds
     waits += int(math.log2(place.hosts)) * way.between_seconds
     bandwidth = sheet.inside_bytes_per_second if place.hosts == 1 else _ring_bandwidth(place, sheet)
@@ -92,21 +92,21 @@ def _tree(calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm)
 
 
 def _direct(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm) -> Price:
-    """A message to each peer: both kinds of link at once, each message posted separately, one latency for all."""
+    """A message to each peer. Both kinds of link work at once; each message is posted, and the latency counts once."""
     peers, share = DIRECT[op](place.ranks)
     outside = place.ranks - place.fewest if place.hosts > 1 else 0
     sent = size * share
     between = sent * outside / peers
     wait = way.between_seconds if outside else way.inside_seconds
-    carried = max((sent - between) / sheet.inside_bytes_per_second, between / sheet.between_bytes_per_second)
-    posted = calls * (way.call_seconds + wait + peers * sheet.message_seconds)
-    return Price(sent - between, between, posted + carried / way.bandwidth_share)
+    transfer = max((sent - between) / sheet.inside_bytes_per_second, between / sheet.between_bytes_per_second)
+    start = calls * (way.call_seconds + wait + peers * sheet.message_seconds)
+    return Price(sent - between, between, start + transfer / way.bandwidth_share)
 
 
 def _message(op: str, calls: int, size: int, place: Placement, sheet: Sheet, way: Algorithm) -> Price:
-    """A message to the neighbour; in a group on several hosts, all wait for the one between hosts.
+    """A message to the neighbour; in a group on several hosts, the message between hosts sets the time of all.
 
-    Receiving happens at the same time in the other direction, and is counted with `send`.
+    A receive costs nothing: it runs at the same time as the send, in the other direction.
     """
     if op == "recv":
         return Price()

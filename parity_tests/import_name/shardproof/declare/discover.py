@@ -23,8 +23,8 @@ from shardproof.declare import failed_declaration, scheme_index, travel
 from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.declare.followed import followed
-from shardproof.declare.mentioned import declares
 from shardproof.declare.own_modules import check_own_modules, is_beside
+from shardproof.declare.scheme_mentions import declares
 from shardproof.declare.targets import BrokenImport, LeftImport, NeedsExtra, NoScheme, UnusableTarget, is_path
 from shardproof.endings import exits, journal
 from shardproof.endings.exit_status import USAGE

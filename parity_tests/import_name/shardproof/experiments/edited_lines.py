@@ -30,8 +30,8 @@ from shardproof.engines.ledger import COLLECTIVES, base
 from shardproof.experiments import cases
 from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE, UNREAD
 from shardproof.experiments.edited_programs import RIGHT_ONCE
-from shardproof.experiments.existing import caches
 from shardproof.experiments.line_edits import LineEdit, edits_of
+from shardproof.experiments.live_objects import caches
 from shardproof.experiments.right_apart import JudgedCase, can_fork, judged_cases, which_are_right
 from shardproof.experiments.running_lines import Functions, running_functions
 from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number

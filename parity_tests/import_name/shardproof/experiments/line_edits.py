@@ -20,7 +20,7 @@ from typing import Any
 
 from shardproof.engines.ledger import base
 from shardproof.experiments.alternatives import alternatives
-from shardproof.experiments.existing import existing
+from shardproof.experiments.live_objects import live_objects
 from shardproof.experiments.names import Names
 from shardproof.experiments.running_lines import Functions, Running
 from shardproof.experiments.statement_alternatives import of_statement
@@ -127,7 +127,7 @@ class LineEdit:
 def edits_of(functions: Functions, axes: Sequence[str], sharded_dims: Sequence[str] = ()) -> list[LineEdit]:
     """All edits of the lines that run; an edit may replace the name of one of the mesh's `axes` by another."""
     with_code: dict[int, list[FunctionType]] = {}
-    for function in existing(FunctionType, {code.co_filename for code in functions}):
+    for function in live_objects(FunctionType, {code.co_filename for code in functions}):
         with_code.setdefault(id(function.__code__), []).append(function)
     sources: dict[str, _Source] = {}
     edits: list[LineEdit] = []

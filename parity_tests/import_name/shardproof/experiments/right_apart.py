@@ -30,7 +30,7 @@ from shardproof.engines.failure import RankFailure
 from shardproof.engines.lockstep import lockstep
 from shardproof.engines.processes import orphans
 from shardproof.engines.program import Program
-from shardproof.experiments.existing import caches
+from shardproof.experiments.live_objects import caches
 from shardproof.judge.compare import compared
 from shardproof.judge.reference import Reference, evaluate, undefined_gradients
 

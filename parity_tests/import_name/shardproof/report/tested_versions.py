@@ -20,7 +20,7 @@ def newer() -> list[str]:
     return sentences
 
 
-@cache  # each report asks, and finding one takes 20 ms
+@cache  # every report calls this, and one look-up takes 20 ms
 def installed_release(name: str) -> str:
     """The release of a package, empty where it is not installed: transformers is an extra."""
     try:

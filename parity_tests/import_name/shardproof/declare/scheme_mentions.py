@@ -1,4 +1,4 @@
-"""Whether the text of a file declares schemes, which is asked of every file of a folder before any is imported."""
+"""Find the files of a folder that declare schemes by their text, before any file is imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PACKAGE = "shardproof"
 
 
 def declares(file: Path) -> bool:
-    """Whether a file uses `scheme` of this package, by whatever name it imports it: `@sp.scheme`, `declare(...)`.
+    """Whether a file uses `scheme` of this package, under any name of its imports: `@sp.scheme`, `declare(...)`.
 
-    So does one that mentions both and that Python cannot parse: its import says why.
+    A file that names both and cannot be parsed counts too: its import reports the syntax error.
     """
     text = file.read_text(encoding="utf-8", errors="replace")
     if "@scheme" in text:
@@ -33,7 +33,7 @@ def declares(file: Path) -> bool:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """The names that are read, as `declare` and `sp.scheme`."""
+    """The names that the code reads, such as `declare` and `sp.scheme`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id

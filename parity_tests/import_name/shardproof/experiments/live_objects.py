@@ -1,4 +1,4 @@
-"""The functions of a user's files that exist in this process, and the results that they keep in caches."""
+"""The function objects of a user's files in this process, and the `functools` caches around them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardproof.engines.ledger import is_plumbing
 INSTALLED = ("site-packages", "dist-packages")
 
 
-def existing(kind: type, files: Collection[str]) -> list[Any]:
-    """All objects of this type; those that the collector leaves alone are found through modules of these files."""
+def live_objects(kind: type, files: Collection[str]) -> list[Any]:
+    """All objects of this type that the garbage collector tracks or that these files' modules lead to."""
     found = {id(each): each for each in gc.get_objects() if type(each) is kind}
     modules = [module for module in list(sys.modules.values()) if _file(module) in files]
     names = {module.__name__ for module in modules}
@@ -34,9 +34,9 @@ def existing(kind: type, files: Collection[str]) -> list[Any]:
 
 
 def caches() -> list[Any]:
-    """The `functools` caches of the user's functions; they would hide the lines that run and the effect of an edit."""
+    """The `functools` caches of the user's functions: a cached call runs no lines, so an edit changes nothing."""
     own = {file for module in list(sys.modules.values()) if (file := _file(module)) and _is_own(file)}
-    wrappers = existing(functools._lru_cache_wrapper, own)
+    wrappers = live_objects(functools._lru_cache_wrapper, own)
     codes = ((wrapper, getattr(inspect.unwrap(wrapper), "__code__", None)) for wrapper in wrappers)
     return [wrapper for wrapper, code in codes if code is not None and _is_own(code.co_filename)]
 
@@ -51,7 +51,7 @@ def _is_own(file: str) -> bool:
 
 
 def _inside(value: Any, modules: Collection[str]) -> list[Any]:
-    """What a definition refers to: methods, decorated functions, variables of the functions around it."""
+    """The objects that a definition refers to: methods, decorated functions, variables of the functions around it."""
     wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
     inside = [] if wrapped is None else [wrapped]
     if isinstance(value, staticmethod | classmethod):
