@@ -11,13 +11,13 @@ from torch_impl.layouts import dual_chunk_swap, inverse
 
 
 def reference(hidden, weight, target):
-    """The same on one device, unsharded arrays: this is what the scheme means."""
+    """The meaning of the scheme: the same function on one device, with unsharded arrays."""
     logprob = jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", hidden, weight))
     return jnp.take_along_axis(logprob, target[..., None], -1)[..., 0]
 
 
 class Shared(torch.autograd.Function):
-    """Every rank of a group uses x: forward nothing, backward the sum of the ranks' gradients."""
+    """Every rank of a group uses x: the forward returns it, and the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -214,21 +214,21 @@ def test_a_notebook_function_is_pickled(file):
     pickle = Path(report.replay).with_suffix(".pkl")
     assert pickle.is_file()
     text = Path(report.replay).read_text()
-    assert f"it lies beside this file as {pickle.name}. A pickle runs code when it is read:" in text
+    assert f"its pickle is {pickle.name}, beside this file. Reading a pickle runs code:" in text
     assert listing.replay_file(report.replay, None, 1) == MISMATCH
     if file.startswith("<"):
         status, output, complaint = alone(report.replay, "--engine", "gloo")
         assert (status, complaint) == (1, "")
         assert rows(output) == rows(str(report))
     pickle.unlink()
-    with pytest.raises(ValueError, match=rf"{pickle.name} is not there; it holds the function, which no file declares"):
+    with pytest.raises(ValueError, match=rf"{pickle.name} is missing; it holds the function of this replay"):
         listing.replay_file(report.replay, None, 1)
     del TABLE["__main__:twice"]
 
 
 DAMAGES = {
     "is cut off": (lambda scheme: dumps(scheme)[:100], "cannot be read ("),
-    "is another pickle": (lambda scheme: pickle.dumps([1, 2]), "holds a list, and the case is of 'twice'"),
+    "is another pickle": (lambda scheme: pickle.dumps([1, 2]), "holds a list, but the case is of 'twice'"),
     "raises": (lambda scheme: b"cbuiltins\nint\n(S'two'\ntR.", "cannot be read (ValueError: invalid literal"),
 }
 

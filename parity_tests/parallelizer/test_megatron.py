@@ -20,7 +20,13 @@ from shardproof import CaseSpec
 from shardproof.draw.profiles import few
 from shardproof.engines.engines import run
 from torch_impl.parallelizer.adapters import nvfsdp
-from torch_impl.parallelizer.adapters.megatron import Settings, choose_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.adapters.megatron import (
+    Settings,
+    choose_backend,
+    has_function,
+    with_megatron_fsdp,
+    with_nvfsdp,
+)
 from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
@@ -34,19 +40,19 @@ def library(name, monkeypatch, **contents):
 
 
 def test_a_library_is_there_if_its_function_can_be_imported(monkeypatch, tmp_path):
-    assert not have("a_library_that_is_not_there", "fully_shard")
+    assert not has_function("a_library_that_is_not_there", "fully_shard")
     library("empty_library", monkeypatch)
-    assert not have("empty_library", "fully_shard")
+    assert not has_function("empty_library", "fully_shard")
     library("full_library", monkeypatch, fully_shard=print)
-    assert have("full_library", "fully_shard")
+    assert has_function("full_library", "fully_shard")
     for number, line in enumerate(("raise OSError('libcuda.so')", "raise ImportError('torch')")):
         (tmp_path / f"broken_{number}.py").write_text(line)
         monkeypatch.syspath_prepend(tmp_path)
-        assert not have(f"broken_{number}", "fully_shard")
+        assert not has_function(f"broken_{number}", "fully_shard")
     (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        have("interrupted", "fully_shard")
-    assert have("nvfsdp", "fully_shard") == HAVE_NVFSDP
+        has_function("interrupted", "fully_shard")
+    assert has_function("nvfsdp", "fully_shard") == HAVE_NVFSDP
 
 
 def test_the_library_of_each_backend(monkeypatch):
@@ -54,7 +60,7 @@ def test_the_library_of_each_backend(monkeypatch):
     assert choose_backend("native", "cuda", True) == "native"
     with pytest.raises(ValueError, match="backend='nvfsdp': needs CUDA, and device_mesh is on 'cpu'"):
         choose_backend("nvfsdp", "cpu", True)
-    with pytest.raises(ImportError, match=r"backend='nvfsdp': has no nvfsdp\.fully_shard"):
+    with pytest.raises(ImportError, match=r"backend='nvfsdp': nvfsdp\.fully_shard is not installed"):
         choose_backend("nvfsdp", "cuda", False)
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
     assert choose_backend("auto", "cuda", False) == "native"
@@ -94,7 +100,7 @@ def fully_shard_model(
     nccl_ub=False,
     fsdp_double_buffer=False,
 ):
-    """The parameters that megatron-fsdp 0.6.1 has, of those that we pass."""
+    """The parameters of megatron-fsdp 0.6.1 that the adapter passes."""
     wrapped = nn.Identity()
     wrapped.passed = dict(locals())
     return wrapped
@@ -102,7 +108,7 @@ def fully_shard_model(
 
 @pytest.mark.parametrize(("replicas", "shards", "cp"), list(itertools.product((1, 2), repeat=3)))
 def test_groups_for_megatron_fsdp(replicas, shards, cp, monkeypatch):
-    """The axis of replicas, the ranks of the group that has them too, the ranks that shard a parameter."""
+    """The axis of replicas, the size of the group with replicas and shards, the number of ranks that shard."""
 
     def axes_of(mesh):
         axes = mesh_axes(mesh.device_mesh)
@@ -134,7 +140,7 @@ CHANGED = (*ON_CUDA_ALONE, *OVERLAPS, "calculate_per_token_loss", "average_in_co
 
 
 def reports_of_arguments(strategy, first, second):
-    """(the arguments that have a warning, the one that is rejected, and then there is no warning)."""
+    """(the arguments with a warning, the rejected argument or None); a rejected call gives no warning."""
     changed = {first, second}
     if strategy == "zero3":
         return [], "data_parallel_sharding_strategy"
@@ -149,7 +155,7 @@ def reports_of_arguments(strategy, first, second):
 @settings(max_examples=few(25))
 @given(st.sampled_from((1, 2)), st.sampled_from(STRATEGY_NAMES), st.sampled_from(CHANGED), st.sampled_from(CHANGED))
 def test_arguments_that_are_reported(ranks, strategy, first, second):
-    """Two of them are not at their defaults; the rest have no warning."""
+    """Two arguments are not at their defaults; no other argument has a warning."""
     switches = {name: name not in OVERLAPS for name in (first, second)}
 
     def body(mesh, case):
@@ -195,7 +201,7 @@ def test_every_argument_reaches_megatron_fsdp(monkeypatch):
 OURS = [field.name for field in fields(Settings)]
 SWITCHES = {name: {name: True} for name in OURS if name not in (OURS[0], "activation_checkpointing")}
 SWITCHES["init_nvfsdp_with_meta_device"] = {"init_model_with_meta_device": True}
-OF_MEGATRON = SWITCHES | {
+MEGATRON_SWITCHES = SWITCHES | {
     "grad_reduce_in_fp32": {"mixed_precision_policy": Policy(None, torch.float32, torch.float32)},
     "preserve_fp32_weights": {"mixed_precision_policy": Policy(torch.float32, None, None)},
     "check_for_nan_in_grad": {"report_nan_in_param_grad": True},
@@ -203,7 +209,7 @@ OF_MEGATRON = SWITCHES | {
 }
 
 
-@pytest.mark.parametrize(("wrap", "expected"), [(with_megatron_fsdp, OF_MEGATRON), (with_nvfsdp, SWITCHES)])
+@pytest.mark.parametrize(("wrap", "expected"), [(with_megatron_fsdp, MEGATRON_SWITCHES), (with_nvfsdp, SWITCHES)])
 def test_each_switch_alone_is_passed_under_its_name(wrap, expected, monkeypatch):
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
     library("nvfsdp", monkeypatch, fully_shard=lambda **passed: types.SimpleNamespace(passed=passed))
@@ -232,9 +238,9 @@ def test_a_library_gets_a_model_that_is_sharded_and_checkpointed(monkeypatch):
         switches = {"activation_checkpointing": True, "check_for_nan_in_grad": False}
         passed = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh, [BLOCK], plan(), "optim", **switches).passed
         net = passed["module"]
-        cut = [name for name, parameter in net.named_parameters() if isinstance(parameter, DTensor)]
-        again = [name for name, module in net.named_modules() if "forward" in vars(module)]
-        return cut, again, passed["fsdp_unit_modules"] == [Block], passed["zero_dp_strategy"]
+        sharded = [name for name, parameter in net.named_parameters() if isinstance(parameter, DTensor)]
+        recomputed = [name for name, module in net.named_modules() if "forward" in vars(module)]
+        return sharded, recomputed, passed["fsdp_unit_modules"] == [Block], passed["zero_dp_strategy"]
 
     expected = (list(NAMES[:4]), ["blocks.0", "blocks.1"], True, "optim")
     assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1, "tp": 2})).results == (expected,) * 2
@@ -285,7 +291,7 @@ STRATEGY = (
         (ValueError, STRATEGY, {"data_parallel_sharding_strategy": "zero3"}),
         (TypeError, "data_parallel_sharding_strategy=3 is an int; pass a str", {"data_parallel_sharding_strategy": 3}),
         (ValueError, "backend='cuda' is not one of auto, native, megatron_fsdp, nvfsdp", {"backend": "cuda"}),
-        (ImportError, "backend='nvfsdp': has no nvfsdp", {"backend": "nvfsdp"}),
+        (ImportError, "backend='nvfsdp': nvfsdp.fully_shard is not installed", {"backend": "nvfsdp"}),
         (TypeError, "nccl_ub=1 is an int; pass True or False", {"nccl_ub": 1}),
         (
             ValueError,

@@ -263,7 +263,9 @@ def test_masters_of_wide_parameters_change_nothing():
 @pytest.mark.parametrize("name", CUDA_ONLY)
 def test_arguments_without_effect_natively_are_reported_by_name(name):
     def body(view, case):
-        with pytest.warns(UserWarning, match=f"{name}=True has no effect natively: memory and speed only") as caught:
+        with pytest.warns(
+            UserWarning, match=f"{name}=True needs megatron-fsdp on CUDA; backend='native' ignores it"
+        ) as caught:
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **{name: True})
         return len(caught)
 
@@ -273,15 +275,15 @@ def test_arguments_without_effect_natively_are_reported_by_name(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overlap_grad_reduce": False}, "overlap_grad_reduce=False has no effect natively"),
+        ({"overlap_grad_reduce": False}, "overlap_grad_reduce=False is ignored by backend='native'"),
         (
             {"overlap_param_gather": False, "data_parallel_sharding_strategy": "no_shard"},
-            "overlap_param_gather=False has no effect with no_shard",
+            "overlap_param_gather=False is ignored with no_shard",
         ),
-        ({"data_parallel_sharding_strategy": "params"}, "'params' is not a name of any release and means"),
+        ({"data_parallel_sharding_strategy": "params"}, "'params' is in no release and is read as"),
         (
             {"data_parallel_sharding_strategy": "grads_params"},
-            "the names are optim_grads_params, optim_grads, optim, no_shard",
+            "the releases have optim_grads_params, optim_grads, optim, no_shard",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_layer_that_changes_a_stages_output_is_rejected():
 
     def body(mesh, case):
         _, parts = split_model_into_stages(Scaled(), mesh.device_mesh, "pp", "LoopedBFS", torch.device("cpu"))
-        with pytest.raises(ValueError, match="does something to hidden states beside its embedding"):
+        with pytest.raises(ValueError, match="changes hidden states outside its embedding"):
             parts[1](parts[0](torch.arange(5).remainder(5)[None]))
 
     run(body, case_of(1))

@@ -100,7 +100,7 @@ def test_a_custom_stack_of_layers_is_split(kind):
 def test_work_that_every_stage_would_repeat_is_rejected(kind):
     def body(mesh):
         parts = cut(mesh, Stack(kind))
-        with pytest.raises(ValueError, match="Stack does something to hidden states beside its embedding"):
+        with pytest.raises(ValueError, match="Stack changes hidden states outside its embedding"):
             in_a_row(parts)
 
     on_one_rank(body)

@@ -1,4 +1,4 @@
-"""Parity of vocab_parallel.adapters.gpt_model: the patched forward of a model built as Megatron's GPTModel is."""
+"""Parity of vocab_parallel.adapters.gpt_model: the patched forward of a model with GPTModel's structure."""
 
 from types import SimpleNamespace
 
@@ -13,12 +13,12 @@ from shardproof import Cost, offsets, scheme, values
 from torch_impl.vocab_parallel import patch_gpt_model_forward_for_linear_ce_fusion as patch
 
 FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
-COMPUTED = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
-PASSED = {"attention_mask": "mask", "more": "more"}
+PREPROCESSED = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
+CALLER_ARGUMENTS = {"attention_mask": "mask", "more": "more"}
 
 
 class Decoder(nn.Module):
-    """Doubles the hidden states, if it gets the results of `_preprocess` and the caller's own arguments."""
+    """Doubles the hidden states; asserts that it gets the results of `_preprocess` and the caller's own arguments."""
 
     def __init__(self, expected):
         super().__init__()
@@ -30,7 +30,7 @@ class Decoder(nn.Module):
 
 
 def model_class():
-    """A class of its own for each call, since a patch is on a class, and ranks of lockstep are in one process."""
+    """A new class for each call: a patch changes the class, and lockstep runs all ranks in one process."""
 
     class Model(nn.Module):
         def __init__(self, mesh, weight, tied, results, expected):
@@ -48,7 +48,7 @@ def model_class():
             self.offloads = True
 
         def _preprocess(self, *, decoder_input, padding_mask, **_):
-            return (decoder_input, *COMPUTED[:4], padding_mask, "both")[: self.results]
+            return (decoder_input, *PREPROCESSED[:4], padding_mask, "both")[: self.results]
 
         def forward(self, *tokens, **keywords):
             return tokens, keywords
@@ -56,13 +56,17 @@ def model_class():
     return Model
 
 
-def fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed=None):
-    """The scores of a patched model, which passes every other call on and is unpatched afterwards."""
+def fused_scores(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed=None):
+    """The scores of a patched model; asserts that it passes any other call on, and that the patch is undone."""
     base = model_class()
     patched = type("Heir", (base,), {}) if inherits else base
     before = dict(vars(patched))
     inference = dict.fromkeys(["inference_context", "inference_params"], None) | ({context: "now"} if context else {})
-    expected = {name: name for name in COMPUTED} | PASSED | {"rotary_pos_cos_sin": "both" if results == 7 else None}
+    expected = (
+        {name: name for name in PREPROCESSED}
+        | CALLER_ARGUMENTS
+        | {"rotary_pos_cos_sin": "both" if results == 7 else None}
+    )
     expected |= {"packed_seq_params": packed, "inference_context": "now" if context else None}
     model = patched(mesh, weight, tied, results, expected).train(context is not None)
     with patch(chunk_size=5, model_class=patched), patch(chunk_size=chunk_size, model_class=patched):
@@ -73,11 +77,11 @@ def fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inhe
         scores = model(
             tokens[0],
             tokens[1],
-            PASSED["attention_mask"],
+            CALLER_ARGUMENTS["attention_mask"],
             hidden,
             target,
             packed_seq_params=packed,
-            extra_block_kwargs={"more": PASSED["more"]},
+            extra_block_kwargs={"more": CALLER_ARGUMENTS["more"]},
             padding_mask="padding_mask",
             return_logprobs_for_linear_ce_fusion=True,
             **inference,
@@ -91,7 +95,7 @@ def scores_of_model(hidden, weight, target):
 
 
 def cost(c):
-    """Three numbers per token over tp, the scores over cp; back d hidden over tp, the cotangents over cp."""
+    """Forward gathers 3 numbers per token over tp, the scores over cp; backward sums d hidden and the cotangents."""
     n, size = c.b * c.s // c.cp, c.accumulator_itemsize
     return Cost(
         forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, n * size)]),
@@ -99,7 +103,7 @@ def cost(c):
     )
 
 
-DECLARED = dict(
+COMMON = dict(
     mesh={"cp": (1, 2), "tp": (1, 2)},
     outputs="b u tp=I cp=R",
     rank_options={
@@ -114,7 +118,7 @@ DECLARED = dict(
     roundings=4,  # logits, d logits, this rank's term of d hidden, the result
     cost=cost,
 )
-WEIGHTS = {"hidden": FLOATS, "weight": FLOATS, "target": SOME_IGNORED}
+DRAWS = {"hidden": FLOATS, "weight": FLOATS, "target": SOME_IGNORED}
 SIZES = {"v": (8, 12), "d": (3, 5), "u": "s-1"}
 
 
@@ -122,15 +126,15 @@ SIZES = {"v": (8, 12), "d": (3, 5), "u": "s-1"}
     reference=scores_of_model,
     inputs={"hidden": "s/cp:dual_chunk_swap b d tp=I", "weight": "v/tp d cp=R", "target": "b s"},
     dims=SIZES,
-    draw=WEIGHTS,
-    **DECLARED,
+    draw=DRAWS,
+    **COMMON,
 )
 def fused_model(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits):
-    return fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits)
+    return fused_scores(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits)
 
 
 def scores_of_packed_model(hidden, weight, target, padded):
-    """As of one sequence, but 0 where the next token is of another."""
+    """The scores of one sequence, but 0 where the next token belongs to another sequence."""
     scores = scores_of_model(hidden, weight, target)
     is_end = (jnp.arange(scores.shape[1])[:, None] == padded[None, 1:] - 1).any(1)
     return jnp.where(is_end, 0.0, scores)
@@ -140,15 +144,15 @@ def scores_of_packed_model(hidden, weight, target, padded):
     reference=scores_of_packed_model,
     inputs={"hidden": "s/cp:packed b d tp=I", "weight": "v/tp d cp=R", "target": "b s", "padded": "n"},
     dims={**SIZES, "b": (1,), "s": (24, 16), "n": (4, 3)},
-    draw={**WEIGHTS, "padded": offsets("s", padded=True)},
-    **{**DECLARED, "rank_options": {**DECLARED["rank_options"], "is_padded_alone": (False, True)}},
+    draw={**DRAWS, "padded": offsets("s", padded=True)},
+    **{**COMMON, "rank_options": {**COMMON["rank_options"], "is_padded_alone": (False, True)}},
 )
 def fused_packed_model(
     mesh, hidden, weight, target, padded, chunk_size, tied, results, context, inherits, is_padded_alone
 ):
     packed = SimpleNamespace(cu_seqlens_q=padded if is_padded_alone else padded // 2)
     packed.cu_seqlens_q_padded = None if is_padded_alone else padded
-    return fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed)
+    return fused_scores(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed)
 
 
 test_parity = parity([fused_model, fused_packed_model], lockstep=20, gloo=4)

@@ -20,7 +20,7 @@ def shell(
 ) -> nn.Module:
     """A clone of a module with only the submodules `names`; `take` moves or copies each of them.
 
-    Other submodules become None, or are missing from the dict by original index that replaces a list.
+    Other submodules become None; a list becomes a dict by original index that omits them.
     `removed_modules` lists them, nested ones included, by the names that tensor-parallel plans use.
     """
     # A shallow copy shares its tables with the model: copy them too, so that changes do not reach the model.
@@ -56,7 +56,7 @@ def _removed_names(children: Mapping[str, nn.Module | None]) -> Iterator[str]:
 def run_as_family(
     inner: nn.Module, layers: str, count: int, skippable: tuple[str, ...], summands: tuple[str, ...] = ()
 ) -> None:
-    """Make the module with the layers take ids or hidden states and return a tensor; in place.
+    """Change the module that has the layers, in place: it takes ids or hidden states, and returns a tensor.
 
     If the stage lacks them, `skippable` modules become the identity and `summands` add nothing.
     """
@@ -83,13 +83,13 @@ def run_as_family(
 
 
 def run_head(outer: nn.Module, inner: nn.Module, heads: tuple[str, ...]) -> None:
-    """Make a model with a head return logits if the stage has the head, else hidden states; in place."""
+    """Change a model with a head, in place: it returns logits if the stage has the head, else hidden states."""
     family = type(outer).forward
     has_heads = all(_at(outer, name) is not None for name in heads)
 
     def forward(x: Tensor, **kwargs: Any) -> Tensor:
         if not has_heads:
-            # An argument of the head that the inner forward does not take.
+            # The inner forward does not take this argument, which is for the head.
             kwargs.pop("logits_to_keep", None)
             return inner(x, **kwargs)
         # The family's head needs the full output of the family's inner forward, not only its first tensor.
@@ -158,13 +158,13 @@ class _OtherLayers:
         """
         if layer - 1 in self.stage_layers or (layer == 0 and not self.outputs):
             return  # the outputs of the stage's layers and of its embedding are not recorded
-        # A layer, or the family behind all of them, may return its result as a view of all of it.
+        # A layer, or the family after the last layer, may return a view of its whole result.
         before = self.outputs.get(layer - 1)
         if before is None or _not_a_view(before) is not _not_a_view(x):
             raise ValueError(
-                f"pipelining.split_model_into_stages: {self.family} does something to hidden states beside its "
-                f"embedding, layers and norm, before layer {layer} or instead of it; no stage can do that for all, so "
-                "use one stage, or put it into a layer"
+                f"pipelining.split_model_into_stages: {self.family} changes hidden states outside its "
+                f"embedding, layers and norm, before layer {layer} or instead of it; every stage would repeat the "
+                "change, so use one stage, or put it into a layer"
             )
 
 

@@ -43,21 +43,21 @@ if __name__ == "__main__":
     raise SystemExit(replay(CASE, SOURCE, __file__{further}))
 '''
 CODE = '"""\n\nfrom shardproof import replay\n'  # the code after the report
-IMPLEMENTATION = "IMPLEMENTATION = {!r}  # whose functions the scheme calls in place of ours\n"
+IMPLEMENTATION = "IMPLEMENTATION = {!r}  # the scheme calls its functions in place of torch_impl's\n"
 PICKLE_NOTE = """
-The function was defined in a notebook; it lies beside this file as {pickle}. A pickle runs code when it is read:
-open it only if you trust where it came from."""
+The function was defined in a notebook; its pickle is {pickle}, beside this file. Reading a pickle runs code:
+open it only if you trust its source."""
 
 
-# The replay of each scheme of a file and implementation that this process has written to a folder, with its text.
+# The last replay that this process wrote, and its text, by folder, scheme, file and implementation.
 written: dict[tuple[str, ...], tuple[Path, str]] = {}
 
 
 def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[str, list[str]]:
     """Write `replay_<id>.py` for a failed report into a folder, creating it: (its path, the older files it replaces).
 
-    What this process has written for another case of the scheme is replaced, unless it was renamed or edited. Any other
-    file stays: one of the same name is written again if it repeats the same case, and else the new name has a number.
+    It replaces the replay that this process wrote for another case of the scheme, unless that was renamed or edited.
+    Any other file stays. A file of the same name is overwritten if it has the same case; else the name gets a number.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     pickled = None
@@ -82,7 +82,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[s
     declaration = (report.case.scheme, "") if pickled is not None else (scheme.name, declaring_file(scheme))
     target = scheme.implementation.target if scheme.implementation else ""
     key = (str(Path(folder).resolve()), *declaration, target)
-    replaced = _removed(*written[key]) if key in written and written[key][0] != path else []
+    replaced = _remove(*written[key]) if key in written and written[key][0] != path else []
     written[key] = (path, path.read_text(encoding="utf-8"))
     return str(path), replaced
 
@@ -108,7 +108,7 @@ def _text(scheme: Declared, report: Report, path: Path, *, is_pickled: bool) -> 
 
 
 def _is_free(path: Path, text: str, pickled: bytes | None) -> bool:
-    """Whether there is no such file, or one that differs from this text in the report alone."""
+    """Whether a path is unused, or its file differs from this text only in the report."""
     beside = path.with_suffix(".pkl")
     if pickled is not None and os.path.lexists(beside) and not (beside.is_file() and beside.read_bytes() == pickled):
         return False
@@ -117,8 +117,8 @@ def _is_free(path: Path, text: str, pickled: bytes | None) -> bool:
     return path.read_text(encoding="utf-8", errors="replace").partition(CODE)[2] == text.partition(CODE)[2]
 
 
-def _removed(path: Path, text: str) -> list[str]:
-    """The name of a replay, which is removed if it is as it was written, with its pickle."""
+def _remove(path: Path, text: str) -> list[str]:
+    """Remove a replay and its pickle if nobody has edited it since `text` was written; returns the names removed."""
     if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
         return []
     for suffix in (".py", ".pkl"):
@@ -129,7 +129,7 @@ def _removed(path: Path, text: str) -> list[str]:
 def constants_of(file: str | Path) -> dict[str, str]:
     """The string constants of a file, which is parsed but not run.
 
-    Errors: OSError, SyntaxError, UnicodeDecodeError; ValueError for a pipe or a device, which may never give a text.
+    Errors: OSError, SyntaxError, UnicodeDecodeError; ValueError for a pipe or a device, which may never end.
     """
     if Path(file).exists() and not Path(file).is_file() and not Path(file).is_dir():
         raise ValueError(f"{file}: is a pipe or a device; give a replay file")
@@ -195,18 +195,18 @@ def _unpickled(file: Path, name: str) -> Declared:
     from shardproof.declare.declared import Declared
 
     if not file.is_file():
-        raise ValueError(f"replay: {file} is not there; it holds the function, which no file declares: keep it beside")
+        raise ValueError(f"replay: {file} is missing; it holds the function of this replay; put it beside the replay")
     try:
         scheme = pickle.loads(file.read_bytes())
     except BaseException as error:
         pass_interrupt(error)
-        what = f"{type(error).__name__}: {first_line_of(error)}"
+        cause = f"{type(error).__name__}: {first_line_of(error)}"
         raise ValueError(
-            f"replay: {file} cannot be read ({what}); verify the scheme again, to write another"
+            f"replay: {file} cannot be read ({cause}); verify the scheme again to write another"
         ) from error
     if not isinstance(scheme, Declared) or scheme.name != name:
         held = f"scheme {scheme.name!r}" if isinstance(scheme, Declared) else f"a {type(scheme).__name__}"
-        raise ValueError(f"replay: {file} holds {held}, and the case is of {name!r}; put back the file of this replay")
+        raise ValueError(f"replay: {file} holds {held}, but the case is of {name!r}; put back this replay's own pickle")
     return scheme
 
 

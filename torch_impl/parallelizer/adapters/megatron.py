@@ -13,7 +13,7 @@ from torch import nn
 from torch_impl.parallelizer.mesh_axes import MeshAxes
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-ALIASES = ("params", "grads_params")  # not in any release; optim_grads_params shards everything that they name
+ALIASES = ("params", "grads_params")  # in no release; read as optim_grads_params, which shards all that they name
 EXTRA = "pip install -e '.[megatron]' in the clone"
 CUDA_ONLY = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp_double_buffer")
 
@@ -62,26 +62,28 @@ class Settings:
         name = self.data_parallel_sharding_strategy
         if name in ALIASES:
             _warn(
-                f"data_parallel_sharding_strategy={name!r} is not a name of any release and means "
-                f"{STRATEGIES[0]!r}, which shards all that it names; the names are {', '.join(STRATEGIES)}"
+                f"data_parallel_sharding_strategy={name!r} is in no release and is read as {STRATEGIES[0]!r}, "
+                f"which shards everything that it names; the releases have {', '.join(STRATEGIES)}"
             )
 
     def warn_of_no_effect(self) -> None:
         """Warn of each setting that the native backend ignores; results do not depend on it."""
         for name in CUDA_ONLY:
             if getattr(self, name):
-                _warn(f"{name}=True has no effect natively: memory and speed only, needs megatron-fsdp on CUDA")
+                _warn(f"{name}=True needs megatron-fsdp on CUDA; backend='native' ignores it, with the same results")
         if not self.overlap_grad_reduce:
-            _warn("overlap_grad_reduce=False has no effect natively: reductions always overlap with the backward")
+            _warn(
+                "overlap_grad_reduce=False is ignored by backend='native': reductions always overlap with the backward"
+            )
         if not self.overlap_param_gather and not self.is_sharded:
-            _warn("overlap_param_gather=False has no effect with no_shard: no parameter is gathered")
+            _warn("overlap_param_gather=False is ignored with no_shard, which gathers no parameter")
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=5)
 
 
-def have(module: str, name: str) -> bool:
+def has_function(module: str, name: str) -> bool:
     """Whether a library can be imported and has a function."""
     try:
         return hasattr(importlib.import_module(module), name)
@@ -95,13 +97,15 @@ def choose_backend(backend: str, device_type: str, have_nvfsdp: bool) -> str:
 
     Errors: ImportError for a library that is not installed; ValueError for one that needs CUDA.
     """
-    has_cuda, have_megatron = device_type == "cuda", have("megatron_fsdp", "fully_shard_model")
+    has_cuda, have_megatron = device_type == "cuda", has_function("megatron_fsdp", "fully_shard_model")
     if backend == "auto":
-        # Without CUDA `auto` uses torch's functions, with the same results; only a library passed by name is an error.
+        # Without CUDA `auto` uses torch's functions, with the same results; only a library asked for by name raises.
         library = "nvfsdp" if have_nvfsdp else "megatron_fsdp" if have_megatron else "native"
         return library if has_cuda else "native"
     if backend == "nvfsdp" and not have_nvfsdp:
-        raise ImportError("backend='nvfsdp': has no nvfsdp.fully_shard; use backend='megatron_fsdp' or 'native'")
+        raise ImportError(
+            "backend='nvfsdp': nvfsdp.fully_shard is not installed; use backend='megatron_fsdp' or 'native'"
+        )
     if backend == "megatron_fsdp" and not have_megatron:
         raise ImportError(f"backend='megatron_fsdp': needs megatron-fsdp; {EXTRA}")
     if backend != "native" and not has_cuda:

@@ -8,7 +8,13 @@ from torch import nn
 
 from torch_impl.contract import Mesh, Module, contract
 from torch_impl.parallelizer.adapters import nvfsdp_native
-from torch_impl.parallelizer.adapters.megatron import Settings, choose_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.adapters.megatron import (
+    Settings,
+    choose_backend,
+    has_function,
+    with_megatron_fsdp,
+    with_nvfsdp,
+)
 from torch_impl.parallelizer.adapters.meta_init import check_meta
 from torch_impl.parallelizer.adapters.unit_modules import (
     ClassPaths,
@@ -20,7 +26,7 @@ from torch_impl.parallelizer.blocks import checkpoint_blocks
 from torch_impl.parallelizer.fsdp2 import validate_target
 from torch_impl.parallelizer.tp_plan import Plan, shard_modules
 
-HAVE_NVFSDP: bool = have("nvfsdp", "fully_shard")
+HAVE_NVFSDP: bool = has_function("nvfsdp", "fully_shard")
 
 
 @contract

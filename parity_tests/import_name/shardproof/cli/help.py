@@ -80,7 +80,7 @@ STATUS = {
     4: "nothing ran, such as nccl without a GPU",
     70: "an internal error, which is a bug of this command",
     130: "interrupted",
-    141: "nobody reads the output any more",
+    141: "the reader of the output has closed it",
 }
 JUDGING = ("verify", "replay", "train", "trace", "tour")
 

@@ -32,28 +32,27 @@ complete verbs, options, names of schemes and schedules, engines, profiles, dtyp
 
 With several outcomes the worst status is returned: 70, then 3, then 1, then 2 for a scheme with an unusable reference.
 
-- **Signals.** An interrupt, SIGTERM or SIGHUP ends `verify` early, and so does the signal of a batch system before the
-  end of a job: SIGUSR1, SIGUSR2, SIGXCPU or SIGALRM. It prints the verdicts so far and writes its files, whose status
-  is 128 + N for signal N. Except after an interrupt, the process ends by that signal, which a shell shows as 143 for
-  SIGTERM.
-- **Code that ends or hangs.** The command runs in a process whose parent watches it. Code that exits, crashes, holds
-  the interpreter, or waits for two minutes costs the verdict of its own scheme, and is reported with its line. The
-  other schemes are judged.
+- **Signals.** `verify` ends early on an interrupt, SIGTERM or SIGHUP, and on the signals by which a batch system
+  announces the end of a job: SIGUSR1, SIGUSR2, SIGXCPU and SIGALRM. It prints the verdicts so far and writes its files,
+  with the status 128 + N for signal N. After a signal other than an interrupt, the process ends by the same signal: a
+  shell shows 143 for SIGTERM.
+- **Code that ends or hangs.** A parent process watches the command. If code exits, crashes, holds the interpreter, or
+  waits for two minutes, its own scheme gets no verdict, and the report names the line. The other schemes are judged.
 - **torchrun.** The agent exits with 1, and its report shows the command's status. If a rank dies, the verdicts before
   its death are printed.
 - **A full disk.** The files are lost; the verdicts are printed.
 - **Output.** Verdicts and tables go to standard output; progress bars, and one sentence for an error, to standard
   error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too. A terminal breaks long
   lines, a pipe does so where `COLUMNS=80` says how long they may be.
-- **A verdict at each save.** With `verify FILE --watch` a process stays that has imported torch and JAX. When the file
-  is saved, or one that it imports and that is no installed package, a fork of this process verifies the schemes, those
-  that failed last first, and ends: no module, memory or process of a version is left. A failing case is printed at
-  once, in one line; its cause and the smallest case follow. A file that cannot be imported waits for the next save.
-  Ctrl-C ends the watch, with the status of the last verdict, or with 130 during a verdict.
+- **A verdict at each save.** `verify FILE --watch` keeps a process that has imported torch and JAX. When you save the
+  file, or a file that it imports outside of installed packages, a fork of this process verifies the schemes, the last
+  failures first, and ends. So nothing of an earlier version remains in memory. A failing case is printed at once, in
+  one line; its cause and the smallest case follow. After a failed import it waits for the next save. Ctrl-C ends the
+  watch, with the status of the last verdict, or with 130 during a verdict.
 - **Less and more output.** `-q` prints only failures and the closing line, `-v` prints more. Not every verb has them.
 - **JSON.** `--json PATH` writes a file that ends in `.json`, besides what is printed. `--json -`, or `--json` at the
-  end or before another option, puts the JSON on standard output, and all else on standard error. Keys are never taken
-  away; more may come. A number that is not finite is text: `"inf"`.
+  end or before another option, puts the JSON on standard output, and all else on standard error. Keys are never
+  removed; new ones may be added. A number that is not finite is text: `"inf"`.
 - **Files.** `--figure PATH` is a picture, `--html PATH` a page, `--junit PATH` JUnit XML, `--csv PATH` a schedule, and
   `--out PATH` the file that the verb writes. One of the text files may be `-` for standard output. A path that cannot
   be written is rejected before anything runs.

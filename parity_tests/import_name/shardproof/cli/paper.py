@@ -102,7 +102,8 @@ def cost(
     seed: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Draw the lengths of ragged shards and packed sequences; default: DTensor's, and one sequence."
+            min=0,
+            help="Draw the lengths of ragged shards and packed sequences; default: DTensor's shards, and one sequence.",
         ),
     ] = None,
     links: Annotated[

@@ -13,7 +13,7 @@ Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16.", autoco
 Mamba = Annotated[
     str,
     typer.Option(
-        help="hidden (tokens for heads) or state (states passed on).", autocompletion=complete.of_run("MAMBA")
+        help="hidden (exchanges tokens for heads) or state (passes states on).", autocompletion=complete.of_run("MAMBA")
     ),
 ]
 Attention = Annotated[
@@ -32,7 +32,7 @@ Schedule = Annotated[
 Traced = Annotated[
     str | None,
     typer.Argument(
-        help="file.py::function that builds a sharded model, or a file that declares pairs of modules of your own; "
+        help="file.py::function that builds a sharded model, or a file that declares your own pairs of modules; "
         "none: the first training step on --mesh.",
         autocompletion=complete.files,
     ),
@@ -46,12 +46,12 @@ TraceDtype = Annotated[
 ]
 Twin = Annotated[
     str | None,
-    typer.Option(help="Of a sharded model: the function that builds it on one device.", metavar="FILE::FUNCTION"),
+    typer.Option(help="For a sharded model: the function that builds it on one device.", metavar="FILE::FUNCTION"),
 ]
 Inputs = Annotated[
     str | None,
     typer.Option(
-        help="Of a sharded model: the function that returns its inputs, a tuple or a dict.", metavar="FILE::FUNCTION"
+        help="For a sharded model: the function that returns its inputs, a tuple or a dict.", metavar="FILE::FUNCTION"
     ),
 ]
 Tied = Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")]
@@ -62,7 +62,7 @@ def train(
     mesh: Annotated[
         list[str] | None,
         typer.Option(
-            help="A mesh: dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, ep, tp. Again for a further run.",
+            help="Mesh axis sizes: dp=2,cp=2; axes pp, dp_replicate, dp_shard (or dp), cp, ep, tp. One run per --mesh.",
             metavar="AXIS=N",
             autocompletion=complete.training_meshes,
         ),
@@ -81,7 +81,7 @@ def train(
         ),
     ] = "adamw",
     clip: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.", metavar="NORM")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and the batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the weights and the batches.")] = 0,
     engine: Annotated[
         str, typer.Option(help="gloo, lockstep, nccl or torchrun.", autocompletion=complete.engines)
     ] = "gloo",
@@ -89,7 +89,7 @@ def train(
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Begin anew and replace the checkpoints of an earlier run.")
+        bool, typer.Option("--overwrite", help="Start from step 1 and replace the checkpoints of an earlier run.")
     ] = False,
     figure: FigurePath = None,
     page: Annotated[
@@ -121,7 +121,7 @@ def trace(
     mesh: Annotated[
         str,
         typer.Option(
-            help="dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp; of a sharded model, its own axes.",
+            help="Mesh axis sizes: dp=2,cp=2; axes pp, dp_replicate, dp_shard (or dp), cp, tp, or the model's own.",
             metavar="AXIS=N",
             autocompletion=complete.training_meshes,
         ),
@@ -133,7 +133,7 @@ def trace(
     attention: Attention = "ring",
     schedule: Schedule = "1f1b",
     tied: Tied = False,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the weights and the batch.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the weights and the batch.")] = 0,
     engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=complete.engines)] = "gloo",
     json: JsonPath = None,
     every_tensor: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,

@@ -39,7 +39,7 @@ def verify(
         int | None,
         typer.Option(
             min=1,
-            help="Cases per scheme; default: the profile's, or one of each dtype where dims, mesh and options are all "
+            help="Cases per scheme; default: the profile's, or one for each dtype if dims, mesh and options are all "
             "given.",
         ),
     ] = None,
@@ -72,13 +72,14 @@ def verify(
     implementation: Annotated[
         str | None,
         typer.Option(
-            help="Test the functions of this module or FILE.py that have the names of torch_impl's.", metavar="MODULE"
+            help="Test this module's or FILE.py's functions in place of torch_impl's of the same names.",
+            metavar="MODULE",
         ),
     ] = None,
     expected_failures: Annotated[
         str | None,
         typer.Option(
-            help="File with a line for each: scheme, verdict, # reason. A scheme that passes is reported.",
+            help="File with one failure per line: scheme, verdict, # reason. Reports those that pass.",
             metavar="FILE",
         ),
     ] = None,

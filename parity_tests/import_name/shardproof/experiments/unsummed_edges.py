@@ -2,8 +2,8 @@
 
 After a product with a sharded weight each rank has a part of its input's gradient, and the parts must be summed. If the
 sum is missing, there is no collective for `repaired_lines` to repair. So the case runs again with a sum at one edge of
-the autograd graph at a time, or at all edges into one tensor, and the lines where that makes the wrong gradients right
-are named.
+the autograd graph at a time, or at all edges into one tensor. The report names the lines where the sum makes the wrong
+gradients right.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
 MAX_RUNS = 24
-OF_DTENSOR = {"_FromTorchTensor": "DTensor.from_local", "_ToTorchTensor": "DTensor.to_local"}
+DTENSOR_OPERATIONS = {"_FromTorchTensor": "DTensor.from_local", "_ToTorchTensor": "DTensor.to_local"}
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')  # one frame of the stack that torch's anomaly mode stores for a node
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The gradient of the `place`-th input of an operation: `operation` as in `mm`, or a torch.autograd.Function.
+    """The gradient of an operation's input number `place`; the operation is `mm`, say, or a torch.autograd.Function.
 
     `number` counts the operations of this name on this line.
     """
@@ -49,7 +49,7 @@ Graph = list[tuple[Edge, Any, Any]]  # each edge with its two nodes, nearest to 
 
 
 def places_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[str], axis: str) -> dict[str, str]:
-    """For each gradient that a sum over `axis` makes right, with no tensor made wrong, the lines that lack the sum.
+    """The lines that lack a sum over `axis`, for each gradient that the sum makes right and no right tensor wrong.
 
     Cost: at most 1 + MAX_RUNS runs of the case.
     """
@@ -58,8 +58,8 @@ def places_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[st
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         # 1. The edges of rank 0's graph, and groups of edges into one tensor.
         graph: Graph = []
-        verify_case(scheme, report.case, wrap_program=with_graph(lambda mesh, own: _keep_of_rank_0(graph, own)))
-        # 2. The sum at each in turn.
+        verify_case(scheme, report.case, wrap_program=with_graph(lambda mesh, own: _keep_rank_0(graph, own)))
+        # 2. Run the case with the sum at each candidate in turn.
         for edges in list(_candidates(graph))[:MAX_RUNS]:
             repaired = verify_case(scheme, report.case, wrap_program=_with_sum(edges, axis))
             right = {tensor.label for tensor in repaired.tensors if tensor.ok}
@@ -70,7 +70,7 @@ def places_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[st
     return places
 
 
-def _keep_of_rank_0(graph: Graph, own: Graph) -> None:
+def _keep_rank_0(graph: Graph, own: Graph) -> None:
     if dist.get_rank() == 0:
         graph[:] = own
 
@@ -151,7 +151,7 @@ def _edge(node: Any, place: int) -> Edge:
     stack = FRAME.findall("".join(node.metadata.get("traceback_", ())))
     source = innermost([(file, int(line)) for file, line in stack])
     operation = re.sub(r"Backward\d*$", "", node.name())
-    return Edge(OF_DTENSOR.get(operation) or operation.lower(), source or "", place, False)
+    return Edge(DTENSOR_OPERATIONS.get(operation) or operation.lower(), source or "", place, False)
 
 
 def place_of_backward(function: Any) -> str | None:

@@ -11,7 +11,7 @@ VOCAB, D, HIDDEN, TP = 128, 16, 32, 2
 
 
 class Shared(torch.autograd.Function):
-    """Every rank uses x: forward nothing, backward the sum of the ranks' gradients."""
+    """Every rank uses x: the forward returns it, and the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x, group):
