@@ -1,4 +1,4 @@
-"""Wrong values of kinds that torch itself would only notice inside, or after the first message to another rank."""
+"""Rejected values that torch would notice only inside a function, or after a first message to another rank."""
 
 import re
 
@@ -19,13 +19,13 @@ def scaled(x: Sharded[Tensor, "... d"], weight: Sharded[Tensor, "d"], factor: Po
     return x * weight * factor
 
 
-def made_in_inference_mode():
+def inference_tensor():
     with torch.inference_mode():
         return torch.ones(3)
 
 
 def test_a_tensor_of_inference_mode_is_rejected_beside_one_with_a_gradient():
-    x, weight = made_in_inference_mode(), torch.ones(3, requires_grad=True)
+    x, weight = inference_tensor(), torch.ones(3, requires_grad=True)
     sentence = "x was made in inference mode but weight requires a gradient; pass x.clone()"
     with pytest.raises(ValueError, match=re.escape(sentence)):
         scaled(x, weight)
@@ -54,7 +54,7 @@ def test_a_tensor_without_values_is_rejected_before_it_is_sent():
 
 
 @pytest.mark.parametrize("value", [None, 7, "cp"])
-def test_an_instance_of_a_class_of_the_package_is_named(value):
+def test_an_argument_of_a_wrong_type_names_the_class_to_pass(value):
     with pytest.raises(TypeError, match=r"placement is .*; pass a Placement"):
         layout_of(torch.zeros(1, 2, 3, dtype=torch.int64), value)
 

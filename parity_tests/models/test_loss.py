@@ -35,7 +35,7 @@ from torch_impl.models import (
     valid_count,
 )
 
-# Two streams of unequal documents, padding inside; tokens whose prediction does not count.
+# Two streams of unequal documents with padding inside; `keep` marks the tokens that count in the loss.
 STREAMS = {
     **{"ids": "t", "cu_padded": "q", "cu_real": "q", "keep": "t"},
     **{"other_ids": "o", "other_padded": "q", "other_real": "q", "other_keep": "o"},
@@ -58,7 +58,7 @@ def whole_loss(ids, cu_padded, cu_real, keep, other_ids, other_padded, other_rea
 
 
 def parallel_loss(mesh, streams, groups, parameters, ignored, **chosen):
-    """`ignored` says how far outside of the vocabulary the targets of tokens are that do not count."""
+    """Tokens that do not count get the target `ignored` if that is negative, and else a target so far above v."""
     dp, cp = (mesh.size(axis) for axis in ("dp", "cp"))
     local_streams = [rank_stream(each, cp, mesh.rank("cp")) for each in streams_of_rank(streams, dp, mesh.rank("dp"))]
     vocab_size = parameters["embed_tokens"]["weight"].shape[0] * mesh.size("tp")
@@ -125,10 +125,10 @@ def hybrid_loss(
 )
 @pytest.mark.cases(6)
 def streams_in_turn(mesh, ids: Int[Tensor, "n t"]) -> Int[Tensor, "n t"]:
-    """Each rank of data has every dp-th stream, in the order of the batch."""
+    """Rank r of dp has every dp-th stream of the batch, beginning with stream r."""
     ends = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
-    dealt = streams_of_rank([Stream(row, ends, ends) for row in ids], mesh.size("dp"), mesh.rank("dp"))
-    return torch.stack([stream.ids for stream in dealt])
+    local_streams = streams_of_rank([Stream(row, ends, ends) for row in ids], mesh.size("dp"), mesh.rank("dp"))
+    return torch.stack([stream.ids for stream in local_streams])
 
 
 def mean_of_valid(losses, targets, vocab_size):
@@ -149,15 +149,15 @@ def mean_of_valid(losses, targets, vocab_size):
 )
 @pytest.mark.cases(20)
 def mean_of_valid_tokens(mesh, losses, targets: Int[Tensor, "b s"], vocab_size):
-    """The losses as `token_losses` gives them: 0 where no target counts."""
+    """A loss is 0 where its target does not count, as `token_losses` returns it."""
     count = valid_count([targets], [mesh["dp"], mesh["cp"]], vocab_size)
     share = normalised(losses.masked_fill((targets < 0) | (targets >= vocab_size), 0.0), count)
     assert share.dtype == accumulator(losses.dtype)  # shares of ranks and micro-batches are added up
     return share
 
 
-def test_means_of_ranks_are_another_number():
-    """Where ranks have unlike counts; the rule gives the same number however the tokens are sharded."""
+def test_the_mean_of_the_ranks_means_differs_from_the_loss():
+    """Ranks have different counts of tokens; the loss is the same for every sharding of them."""
     losses = torch.arange(6.0, dtype=torch.float64)
     targets = torch.tensor([1, IGNORED, 1, IGNORED, IGNORED, 1])
 
@@ -183,7 +183,7 @@ def test_means_of_ranks_are_another_number():
 
 @pytest.mark.parametrize("has_count", [True, False])
 def test_a_target_outside_of_the_vocabulary_is_ignored(has_count):
-    """To the bit: in the sum and in the count. One above is seen only where the size of the vocabulary is told."""
+    """Bitwise, in the sum and in the count. A target above the vocabulary needs the argument vocab_size."""
     logits = torch.linspace(-2, 3, 2 * 4 * 5, dtype=torch.float64).sin().view(2, 4, 5)
     targets = torch.tensor([[1, IGNORED, 4, -1], [-7, 0, IGNORED - 1, 5 if has_count else IGNORED]])
     inside = (targets >= 0) & (targets < 5)

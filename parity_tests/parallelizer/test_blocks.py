@@ -21,7 +21,7 @@ from torch_impl.parallelizer.blocks import blocks, checkpoint_blocks, units
 
 
 class Tree(nn.Module):
-    """Modules by name."""
+    """A module with the given children."""
 
     def __init__(self, **children):
         super().__init__()
@@ -71,9 +71,9 @@ def test_a_model_without_lists_is_the_root_alone():
 
 
 def order_of_gathers(count, tie, entry, forward, backward):
-    """Blocks in units; how many units ahead each block's unit gathers others, in forward and in backward."""
+    """The blocks that are in units; and {(block, block that its unit gathers ahead): units ahead} in each direction."""
     last = count - 1
-    # Blocks that share a parameter are one unit, at the place of the last of them; one tied to the head is in none.
+    # Blocks that share a parameter are one unit, at the place of the last of them; a block tied to the head is in none.
     units_in_order = [[block] for block in range(last if tie == "head" else last + 1)]
     if tie == "blocks" and last:
         units_in_order = [*units_in_order[1:-1], [0, last]]
@@ -100,7 +100,7 @@ ORDERS = {
 @settings(max_examples=few(25))
 @given(ranks=st.sampled_from((1, 2)), **ORDERS)
 def test_units_that_are_gathered_ahead(ranks, count, tie, entry, forward, backward):
-    """Which blocks are in units, and in which order a unit gathers others ahead, in forward and in backward."""
+    """FSDP's own states say which blocks are units, and which units each gathers ahead in forward and backward."""
 
     def body(mesh, case):
         layers = [Layer() for _ in range(count)]
@@ -129,8 +129,8 @@ def test_units_that_are_gathered_ahead(ranks, count, tie, entry, forward, backwa
     assert seen == (order_of_gathers(count, tie, entry, forward, backward),) * ranks
 
 
-def counted(model, kind):
-    """How often a module whose class is called `kind` computes in one step."""
+def recorded_calls(model, kind):
+    """A list that gets one element for each call of a module whose class name ends in `kind`."""
     calls = []
     for module in model.modules():
         if type(module).__name__.endswith(kind):
@@ -155,7 +155,7 @@ def test_gradients_are_the_same_to_the_bit(family):
 
 def test_each_block_is_computed_twice():
     model = model_of(Chosen("llama"))
-    calls = counted(model, "Attention")
+    calls = recorded_calls(model, "Attention")
     checkpoint_blocks(model)
     accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
     assert len(calls) == 2 * 2
@@ -163,10 +163,10 @@ def test_each_block_is_computed_twice():
 
 @pytest.mark.parametrize("strategy", [fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_strategy_computes_blocks_again_where_a_switch_says_so(strategy, is_recomputed):
+def test_a_strategy_recomputes_blocks_if_the_option_is_on(strategy, is_recomputed):
     def body(mesh, case):
         net = Net().double()
-        calls = counted(net, "Linear")  # two in each of two blocks, and the head
+        calls = recorded_calls(net, "Linear")  # two in each of two blocks, and the head
         net = strategy(net, mesh.device_mesh, activation_checkpointing=is_recomputed)
         net(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
         return len(calls)
@@ -174,7 +174,7 @@ def test_a_strategy_computes_blocks_again_where_a_switch_says_so(strategy, is_re
     assert run(body, CaseSpec("recomputed", {"dp_shard": 2})).results == (5 + 4 * is_recomputed,) * 2
 
 
-def test_random_numbers_are_drawn_again_alike():
+def test_a_recomputation_draws_the_same_random_numbers():
     chosen, outcome = Chosen("llama", changes=(("attention_dropout", 0.5),)), []
     for is_recomputed in (False, True):
         model = model_of(chosen)
@@ -195,31 +195,31 @@ def test_caches_are_off():
     assert not model.config.use_cache and not model.config.vision_config.use_cache
 
 
-def test_a_frozen_block_is_not_computed_again():
+def test_a_frozen_block_is_not_recomputed():
     model = model_of(Chosen("llama"))
     model.model.layers[0].requires_grad_(False)
-    calls = counted(model, "Attention")
+    calls = recorded_calls(model, "Attention")
     checkpoint_blocks(model)
     accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
     assert len(calls) == 2 + 1
 
 
-def test_a_block_that_is_trained_in_part_is_computed_again():
-    """As with an adapter: the activations of frozen modules are on the way to the trained ones."""
+def test_a_partly_trained_block_is_recomputed():
+    """As with an adapter: the backward to the trained modules needs activations of frozen ones."""
     model = model_of(Chosen("llama"))
     model.requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj.requires_grad_(True)
-    calls = counted(model, "Attention")
+    calls = recorded_calls(model, "Attention")
     checkpoint_blocks(model)
     accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
     assert len(calls) == 2 * 2
 
 
-def test_attention_that_shares_keys_is_left_out():
+def test_attention_with_shared_keys_is_not_recomputed():
     model = model_of(Chosen("llama"))
     model.config.num_kv_shared_layers = 1
-    attention, mlp = counted(model, "Attention"), counted(model, "MLP")
+    attention, mlp = recorded_calls(model, "Attention"), recorded_calls(model, "MLP")
     checkpoint_blocks(model)
     accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
     assert (len(attention), len(mlp)) == (2, 4)

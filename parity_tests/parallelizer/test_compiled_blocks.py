@@ -1,4 +1,4 @@
-"""Compiled blocks of a net over tp: every gradient equals one device's, also the embedding's, which is not compiled."""
+"""Compiled blocks over tp: all gradients equal one device's, including the gradient of the uncompiled embedding."""
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from torch_impl.parallelizer._torch_compat import waited
 from torch_impl.parallelizer.blocks import checkpoint_blocks, compile_blocks, save_products
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
-# Traced and differentiated by the compiler, run by torch's operations: a machine may lack a C compiler.
+# This backend traces and differentiates, and needs no C compiler, which a machine may lack.
 COMPILED = {"enable_compile": True, "compile_backend": "aot_eager"}
 PLAN = {"embedding": "embedding_rowwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
-RECOMPUTED = (True, False, 0.0, 0.5)  # a number is a memory budget
+RECOMPUTATIONS = (True, False, 0.0, 0.5)  # a number is a memory budget
 LEAVES = {"norm": "l d", "up": "l f d", "down": "l d f"}
 NAMES = {"norm": "norm", "up": "mlp.up", "down": "mlp.down"}
 
@@ -46,12 +46,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding, whose output over tp is on its way when the first block begins, and blocks."""
+    """An embedding and blocks. The embedding's sum over tp is still running when the first block begins."""
 
-    def __init__(self, table, *of_blocks):
+    def __init__(self, table, *block_weights):
         super().__init__()
         self.embedding = nn.Embedding(*table.shape, _weight=table.clone())
-        self.blocks = nn.ModuleList(Block(*weights) for weights in of_blocks)
+        self.blocks = nn.ModuleList(Block(*weights) for weights in block_weights)
 
     def forward(self, token):
         x = self.embedding(token)
@@ -73,7 +73,7 @@ def loss_of_blocks(token, table, norm, up, down):
     mesh={"tp": (2, 1)},
     inputs={"token": "b s", "table": "v d tp=I", **{leaf: f"{spec} tp=I" for leaf, spec in LEAVES.items()}},
     outputs="tp=I",
-    rank_options={"recomputed": RECOMPUTED, "in_sequence_shards": (False, True)},
+    rank_options={"recomputed": RECOMPUTATIONS, "in_sequence_shards": (False, True)},
     draw={"token": token_below("v"), **dict.fromkeys(("table", *LEAVES), values("normal"))},
     dims={"b": (2,), "s": (4,), "v": (7,), "d": (4,), "f": (6,), "l": (1,)},
     dtypes=("float64",),
@@ -93,13 +93,15 @@ def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_s
         for block in range(len(x))
     }
     plan = {key: translate_to_torch_parallel_style(name) for key, name in PLAN.items()}
-    torch.compiler.reset()  # of a function that is compiled for many meshes, the compiler runs the ninth as it is
+    torch.compiler.reset()  # the compiler runs a function uncompiled after eight compilations, here for meshes
 
     def local_loss(*tensors):
         weights = dict(zip(named, tensors, strict=True))
-        of_blocks = ([weights[f"blocks.{block}.{NAMES[leaf]}.weight"] for leaf in LEAVES] for block in range(len(norm)))
+        block_weights = (
+            [weights[f"blocks.{block}.{NAMES[leaf]}.weight"] for leaf in LEAVES] for block in range(len(norm))
+        )
         model = fsdp2_strategy_parallelize(
-            Net(weights["embedding.weight"], *of_blocks), mesh.device_mesh, MixedPrecisionPolicy(), plan,
+            Net(weights["embedding.weight"], *block_weights), mesh.device_mesh, MixedPrecisionPolicy(), plan,
             sequence_parallel=in_sequence_shards, **switches, **COMPILED,
         )  # fmt: skip
         return model, [(model(token) ** 3).sum()]
@@ -110,7 +112,7 @@ def step_of_compiled_blocks(mesh, token, table, norm, up, down, recomputed, in_s
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, save_products], ids=["full", "by op"])
 def test_recomputed_blocks_are_compiled_and_change_no_bit(policy):
-    """In this process: the compiler takes a checkpoint with the contexts of a policy, and without one."""
+    """On one device. The compiler accepts a checkpoint with a policy's contexts, and one without a policy."""
 
     def gradients(is_compiled):
         torch.manual_seed(0)
@@ -127,7 +129,7 @@ def test_recomputed_blocks_are_compiled_and_change_no_bit(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_blocks_are_compiled_on_ranks_that_are_recorded(engine):
-    """torch compiles nothing inside of a dispatch mode, unless the mode says that it may."""
+    """torch compiles nothing inside a dispatch mode, unless the mode allows it."""
 
     def body(view, case):
         from torch._dynamo.testing import CompileCounter

@@ -15,7 +15,7 @@ from shardproof.engines.engines import run
 from torch_impl import vocab_parallel as vp
 
 WIDE_OUTPUTS = False
-DECLARED = dict(
+COMMON = dict(
     mesh={"cp": (1, 2, 3, 4, 5)},
     outputs="b s/cp d",
     dims={"s": (120, 240, 0)},
@@ -41,7 +41,7 @@ def shift_cost(case):
     contract=vp.cp_load_balanced_to_contiguous,
     inputs={"x": "b s/cp:dual_chunk_swap d"},
     cost=exchange_cost,
-    **DECLARED,
+    **COMMON,
 )
 def contiguous_blocks(mesh, x, seq_dim):
     return vp.cp_load_balanced_to_contiguous(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
@@ -53,14 +53,14 @@ def contiguous_blocks(mesh, x, seq_dim):
     inputs={"x": "b s/cp d"},
     options={"fill": (0, -100, 0.5)},
     cost=shift_cost,
-    **DECLARED,
+    **COMMON,
 )
 def next_position(mesh, x, fill, seq_dim):
     return vp.cp_shift_next(x.movedim(1, seq_dim), mesh["cp"], seq_dim, fill).movedim(seq_dim, 1)
 
 
 def next_ids(ids, is_real, fill):
-    """At each position the next position's value, for ids and for booleans; the fill at the end."""
+    """The values of the next position, ids and booleans; the last position gets the fill, and False."""
     return jnp.pad(ids[:, 1:], ((0, 0), (0, 1)), constant_values=fill), jnp.pad(is_real[:, 1:], ((0, 0), (0, 1)))
 
 
@@ -70,7 +70,7 @@ def next_ids(ids, is_real, fill):
     inputs={"ids": "b s/cp", "is_real": "b s/cp"},
     outputs=("b s/cp", "b s/cp"),
     draw={"ids": integers(-3, 9), "is_real": mask("s")},
-    options={"fill": (-100, 0, 2**53 + 1)},  # the last is no float64, and no int32
+    options={"fill": (-100, 0, 2**53 + 1)},  # float64 cannot represent the last one, and int32 cannot hold it
     excluded_conditions=("inference_mode", "int32"),
 )
 def next_id(mesh, ids, is_real, fill) -> tuple[Int[Tensor, "b s"], Bool[Tensor, "b s"]]:
@@ -86,7 +86,7 @@ def on_ranks(cp, body):
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 def test_targets_of_a_load_balanced_shard(cp):
-    """The two together: ids in DualChunkSwap order become the next ids of contiguous blocks."""
+    """One function after the other: ids in DualChunkSwap order become the next ids of contiguous blocks."""
     ids = torch.arange(4 * cp).view(1, -1)
 
     def body(mesh, case):
@@ -117,24 +117,24 @@ test_shards_that_are_rejected = rejected(
 )
 
 
-NUMBER, OF, REMEDY = "pass a number", "is not a value of", "pass one, or convert the tensor"
+NUMBER, MISFIT, REMEDY = "pass a number", "is not a value of", "pass one, or convert the tensor"
 FILLS = [
     (torch.int64, None, TypeError, f"fill_value=None is None; {NUMBER}"),
     (torch.int64, "a", TypeError, f"fill_value='a' is a str; {NUMBER}"),
     (torch.float32, [1], TypeError, f"fill_value=[1] is a list; {NUMBER}"),
     (torch.float32, 1j, TypeError, f"fill_value=1j is a complex; {NUMBER}"),
     (torch.int64, True, TypeError, f"fill_value=True is a bool; {NUMBER}"),
-    (torch.int64, 10**30, ValueError, f"fill_value={10**30} {OF} int64; {REMEDY}"),
-    (torch.int64, 1.5, ValueError, f"fill_value=1.5 {OF} int64; {REMEDY}"),
-    (torch.int64, float("nan"), ValueError, f"fill_value=nan {OF} int64; {REMEDY}"),
-    (torch.uint8, -100, ValueError, f"fill_value=-100 {OF} uint8; {REMEDY}"),
-    (torch.bool, 2, ValueError, f"fill_value=2 {OF} bool; {REMEDY}"),
-    (torch.float32, 10**400, ValueError, f"fill_value={10**400} {OF} float32; {REMEDY}"),
-    (torch.float16, 70000.0, ValueError, f"fill_value=70000.0 {OF} float16; {REMEDY}"),
+    (torch.int64, 10**30, ValueError, f"fill_value={10**30} {MISFIT} int64; {REMEDY}"),
+    (torch.int64, 1.5, ValueError, f"fill_value=1.5 {MISFIT} int64; {REMEDY}"),
+    (torch.int64, float("nan"), ValueError, f"fill_value=nan {MISFIT} int64; {REMEDY}"),
+    (torch.uint8, -100, ValueError, f"fill_value=-100 {MISFIT} uint8; {REMEDY}"),
+    (torch.bool, 2, ValueError, f"fill_value=2 {MISFIT} bool; {REMEDY}"),
+    (torch.float32, 10**400, ValueError, f"fill_value={10**400} {MISFIT} float32; {REMEDY}"),
+    (torch.float16, 70000.0, ValueError, f"fill_value=70000.0 {MISFIT} float16; {REMEDY}"),
 ]
 
 
-test_a_fill_that_the_dtype_does_not_have_is_rejected = rejected(
+test_a_fill_that_does_not_fit_the_dtype_is_rejected = rejected(
     {"cp": 2},
     [
         (
@@ -157,7 +157,7 @@ test_a_fill_that_the_dtype_does_not_have_is_rejected = rejected(
     ],
     ids=str,
 )
-def test_a_fill_of_the_dtype(dtype, fill):
+def test_a_fill_that_fits_the_dtype(dtype, fill):
     def body(mesh, case):
         return vp.cp_shift_next(torch.zeros(1, 2).to(dtype), mesh["cp"], 1, fill).tolist()
 
@@ -166,7 +166,7 @@ def test_a_fill_of_the_dtype(dtype, fill):
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3])
-def test_a_sequence_of_no_positions(cp):
+def test_an_empty_sequence(cp):
     def body(mesh, case):
         x = torch.zeros(2, 0, 3, requires_grad=True)
         y = vp.cp_load_balanced_to_contiguous(x, mesh["cp"])

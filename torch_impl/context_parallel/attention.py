@@ -68,15 +68,15 @@ def context_parallel_attention(
     `heads` (inner) here, under any names. Then s/cp is s/ring/heads: cp rank = ring_rank * heads_size + heads_rank,
     where heads_size is the number of ranks of the axis `heads`. `exchange` is one of the four below.
 
-    Cost:   with n ranks, forward; backward. Around a ring, in a halo and into a reduce_scatter gradients of keys are
-            sent in float32 or wider. In the all_to_alls of ulysses and usp they are sent in k's dtype; if several ranks
+    Cost:   with n ranks, forward; backward. Gradients of keys are sent in float32 or wider around a ring, in a halo and
+            into a reduce_scatter. In the all_to_alls of ulysses and usp they are sent in k's dtype; if several ranks
             have a head, its gradients are rounded to that dtype before they are added.
         ring        K and V by n - 1 messages or fewer, or by 1 all_to_all (a halo) if `key_traffic` prefers it; the
-                    same for K and V, and as many messages or all_to_alls for their gradients. Only rows that a query
+                    same again, and as many messages or all_to_alls for the gradients of K and V. Only rows that a query
                     of another rank sees are sent: a document within one rank sends none.
-        all_gather  1 all_gather of K and V; the same and 1 reduce_scatter of their gradients.
-        ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same.
-        usp         the all_to_alls of ulysses over `heads`, and a ring over `ring`; the same.
+        all_gather  1 all_gather of K and V; the same again, and 1 reduce_scatter of their gradients.
+        ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same again.
+        usp         the all_to_alls of ulysses over `heads`, and a ring over `ring`; the same again.
     `attention_bytes` gives the bytes. Saves q (a copy, if its last stride is not 1), a copy of k and v, the output
     and one number per query and head. The layout alone decides a rank's calls: gradients of keys are computed and sent
     even if only q requires a gradient, and every rank must run its backward. The gradient of `sinks` is summed over cp:
@@ -91,7 +91,7 @@ def context_parallel_attention(
             of other ranks.
     Source: arXiv 2310.01889 (ring), 2309.14509 (Ulysses), 2405.07719 (usp).
     """
-    # 1. Check the groups, the heads and the layout, as far as the contract cannot.
+    # 1. Check the properties of groups, heads and layout that the contract does not state.
     groups = _groups(mesh, group, exchange)
     _check_tensors(q, k, v, sinks)
     token_layout = _layout_of(layout, cu_seqlens, groups, q)
@@ -160,7 +160,7 @@ def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) 
 
 
 def _head_problem(q: Tensor, k: Tensor) -> str | None:
-    """Why q and k do not fit: they need p of at least 1, and heads a multiple of KV heads. Or None."""
+    """A problem if p is 0, or if the query heads are not a multiple of the KV heads; else None."""
     if not q.shape[3]:
         return f"q is {list(q.shape)}; p must be at least 1"
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -179,7 +179,7 @@ def _addend_gradients(sinks: Tensor, groups: CpGroups) -> Tensor:
 def _layout_of(
     layout: TokenLayout | str, cu_seqlens: Tensor | Sequence[int] | None, groups: CpGroups, q: Tensor
 ) -> TokenLayout:
-    """The layout on q's device. A name is turned into a layout for the rows of all ranks together."""
+    """The layout on q's device. A name stands for a layout of the rows of all ranks together."""
     if isinstance(layout, str):
         token_layout = _layout_of_name(layout, cu_seqlens, groups, q.shape[2] * groups.size, q.device)
     else:

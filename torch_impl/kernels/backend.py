@@ -48,7 +48,7 @@ def _check_triton(request: str, name: str, device: torch.device) -> None:
     # Imported after the check above, since a kernel's module imports Triton.
     from torch_impl.kernels.softmax import _statistics
 
-    # Triton decides at a kernel's declaration: only under its interpreter the kernel is not a JITFunction.
+    # Triton chooses its interpreter when a kernel is declared, and the kernel is then not a JITFunction.
     if device.type != "cuda" and isinstance(_statistics, triton.JITFunction):
         raise Rejected(
             f"backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "

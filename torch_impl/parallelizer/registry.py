@@ -58,8 +58,8 @@ def registered_strategy(model: nn.Module) -> Callable[..., nn.Module] | None:
 
 
 def imported_plan(path: str, model: nn.Module) -> Any:
-    """Import the plan at "package.module:name" or "package.module.name": a dict, or a function of no argument or of the
-    model, which is called.
+    """Import the plan at "package.module:name" or "package.module.name": a dict, or the result of a function, which is
+    called with the model if it has a parameter.
 
     Errors: ValueError for a path that names nothing. An ImportError raised inside an existing module passes through.
     """

@@ -60,8 +60,8 @@ def build_pipeline_schedule(
     Cost:   none. A step sends activations and their gradients between neighbouring stages, and the gradients of
             parameters that two stages share.
     Errors: ValueError on every rank, before anything is sent, for sizes that do not divide, an unknown schedule,
-            stages, a placement or micro-batches that it cannot have, an error in a file (row and column from 1);
-            FileNotFoundError for a missing file; TypeError for a wrong type.
+            stages, a placement or micro-batches that the schedule does not support, or an error in a file (its row and
+            column count from 1); FileNotFoundError for a missing file; TypeError for a wrong type.
     """
     choice = choose_schedule(
         pipeline_parallel_schedule_csv,
@@ -75,7 +75,7 @@ def build_pipeline_schedule(
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A named schedule, or a schedule from a file, with the named one that it must fit if there is one."""
+    """A named schedule, or the schedule of a file; if both are given, the file must fit the named one."""
 
     rule: Rule | None
     file: CsvSchedule | None
@@ -103,7 +103,7 @@ def choose_schedule(
     if path is None and name is None:
         raise Rejected(f"{ARGUMENT}=None and {BY_NAME}=None; pass one of them")
     rule = None if name is None else rule_of(BY_NAME, name)
-    # A file decides even if there is a name, which is compared with the file once the stages are known.
+    # The file decides; `_file_problems` compares it with the name once the stages are known.
     if path is not None:
         file = read_csv(path, pp_size=pp_size, n_microbatches=n)
         return ScheduleChoice(rule, file, path, n, local_batch_size)
@@ -119,7 +119,7 @@ def choose_schedule(
 def build_schedule(
     choice: ScheduleChoice, stages: Sequence[PipelineStage], loss_fn: Callable | None, scale_grads: bool
 ) -> Any:
-    """Build torch's schedule over this rank's stages. Errors: ValueError for stages that it cannot have."""
+    """Build torch's schedule over this rank's stages. Errors: ValueError for stages that do not fit."""
     ordered = sorted(stages, key=lambda stage: stage.stage_index)
     ranks, count, n = ordered[0].group_size, ordered[0].num_stages, choice.n_microbatches
     # 1. Check the stages and their ranks against the file and the named schedule.
@@ -157,7 +157,7 @@ def _n_microbatches(microbatch_size: int, local_batch_size: int) -> int:
 
 
 def _stage_problems(choice: ScheduleChoice, stages: list[PipelineStage]) -> Iterator[str]:
-    """Why a schedule cannot have these stages on this rank. Each rule relies on the rules before it."""
+    """The reasons why these stages do not fit on this rank. Each check relies on the checks before it."""
     rank, ranks, count = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
     counts, group_sizes = ({getattr(stage, name) for stage in stages} for name in ("num_stages", "group_size"))
     if len(counts) > 1 or len(group_sizes) > 1:
@@ -187,7 +187,7 @@ def _stage_problems(choice: ScheduleChoice, stages: list[PipelineStage]) -> Iter
 
 
 def _file_problems(choice: ScheduleChoice, file: CsvSchedule, stages: list[PipelineStage]) -> Iterator[str]:
-    """Why a file does not fit the model's stages or the named schedule beside it."""
+    """The reasons why a file does not fit the model's stages, or the named schedule if there is one."""
     label = f"{ARGUMENT}={os.fspath(choice.path)!r}"  # pyright: ignore[reportArgumentType,reportCallIssue]
     ranks, count, rule = stages[0].group_size, stages[0].num_stages, choice.rule
     if len(file.stage_to_rank) != count:
@@ -224,8 +224,7 @@ def _log(choice: ScheduleChoice, ranks: int, count: int, loss_fn: object, scale_
 
 
 def _with_reductions(file: CsvSchedule) -> list[list[Action | None]]:
-    """The order of a file, with a REDUCE_GRAD after a stage's last backward if the file states communication but not
-    that reduction."""
+    """The order of a file. If it states communication, each missing REDUCE_GRAD follows the stage's last backward."""
     if not file.has_communication:
         return file.order
     return [_with_rank_reductions(row) for row in file.order]
@@ -245,7 +244,7 @@ def _with_rank_reductions(row: list[Action | None]) -> list[Action | None]:
 
 @runtime_checkable
 class ScalableStage(Protocol):
-    """A stage as scaling sees it: it has a module, and its gradients can be scaled."""
+    """A stage with a module and a method that scales its gradients."""
 
     submod: nn.Module
 

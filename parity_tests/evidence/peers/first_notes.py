@@ -18,7 +18,7 @@ import typer
 from parity_tests.evidence.injected_bugs.first_notes import FALSE, NOTHING, TRUE, truth
 from parity_tests.evidence.peers.__main__ import files, version
 from parity_tests.evidence.peers.findings import PROJECTS, Finding, expected
-from parity_tests.evidence.peers.outcome import identifier, known
+from parity_tests.evidence.peers.outcome import identifier, known_mistake
 from shardproof.declare.declared import Declared
 from shardproof.declare.discover import schemes_of_file
 from shardproof.experiments.edited_programs import RIGHT_ONCE
@@ -29,7 +29,7 @@ EXAMPLES = 8
 
 def first_note(scheme: Declared) -> str | None:
     """The headline of the report on lockstep; None where it is no mismatch, or has no note."""
-    report = check_notes(scheme, known(scheme, "lockstep", EXAMPLES))
+    report = check_notes(scheme, known_mistake(scheme, "lockstep", EXAMPLES))
     return next((notes[0] for notes in report.notes.values() if notes), None) if report.verdict == "mismatch" else None
 
 

@@ -1,7 +1,7 @@
 """The verdict on every scheme of one file, and whether it is the expected one.
 
-`python -m parity_tests.evidence.peers.outcome FILE ENGINE EXAMPLES JOURNAL` adds them to a journal: a process for each
-file, so that no project is affected by the remains of another one in its process.
+`python -m parity_tests.evidence.peers.outcome FILE ENGINE EXAMPLES JOURNAL` adds them to a journal. Each file runs in a
+process of its own, so that one project leaves no traces in the process of another.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ def identifier(file: Path, scheme: str) -> str:
 
 
 def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome:
-    """The verdict on one scheme. A scheme that cannot be judged, as its reference raises, has a verdict too."""
+    """The verdict on one scheme. If it cannot be judged, as when its reference raises, the verdict says so."""
     name = identifier(file, scheme.name)
     entry, wanted = expected(name), expected_verdict(name, engine)
     try:
         with tempfile.TemporaryDirectory() as folder:
             report = (
-                known(scheme, engine, examples) if entry else verify(scheme, engine, examples, replay_folder=folder)
+                known_mistake(scheme, engine, examples)
+                if entry
+                else verify(scheme, engine, examples, replay_folder=folder)
             )
     except Exception as error:  # the table says so, and the run goes on with the next scheme
         return Outcome(name, engine, f"not judged: {type(error).__name__}: {error}", wanted)
@@ -77,8 +79,8 @@ def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome
     )
 
 
-def known(scheme: Declared, engine: str, examples: int) -> Report:
-    """The report of a known mistake: its first failing case, on lockstep the smallest.
+def known_mistake(scheme: Declared, engine: str, examples: int) -> Report:
+    """The report of a known mistake: its first failing case, which lockstep also shrinks.
 
     Notes and second opinions are for new mistakes. If no case fails, the report is the last case's.
     """
@@ -90,7 +92,7 @@ def known(scheme: Declared, engine: str, examples: int) -> Report:
 
 
 def key(file: Path, engine: str) -> str:
-    """Under which the journal has the outcomes of a file."""
+    """The journal's key for the outcomes of a file."""
     return f"{file.parent.name}/{file.stem} {engine}"
 
 

@@ -1,4 +1,4 @@
-"""The table of schemes: one of a name, from one file, declared once in an import."""
+"""The table of schemes: each name belongs to one file, and an import declares it once."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from shardproof import scheme
 from shardproof.declare.discover import TABLE, UnusableTarget, lookup, module_of_file, schemes_of_file
 
 
-def compiled_from(file):
+def function_in(file):
     space = {"__name__": "somebodys_module"}
     exec(compile("def doubled(mesh, x):\n    return x * 2\n", file, "exec"), space)
     return space["doubled"]
@@ -20,20 +20,20 @@ def doubled_scheme(function):
 
 
 def test_the_table_keeps_one_scheme_per_name():
-    first = doubled_scheme(compiled_from("a/b.py"))
+    first = doubled_scheme(function_in("a/b.py"))
     assert lookup("somebodys_module:doubled") is first
     with pytest.raises(ValueError) as caught:
-        doubled_scheme(compiled_from("a/c.py"))
+        doubled_scheme(function_in("a/c.py"))
     assert str(caught.value) == "scheme 'doubled': is already declared in a/b.py:1"
-    again = doubled_scheme(compiled_from("a/b.py"))
+    again = doubled_scheme(function_in("a/b.py"))
     assert lookup("somebodys_module:doubled") is again
     del TABLE["somebodys_module:doubled"]
 
 
 @pytest.mark.parametrize("file", ["<ipython-input-3-5e1b>", "/var/ipykernel_17/22.py"])
 def test_a_cell_run_again_replaces_its_scheme(file):
-    doubled_scheme(compiled_from(file))
-    again = doubled_scheme(compiled_from(file.replace("3", "4").replace("22", "23")))
+    doubled_scheme(function_in(file))
+    again = doubled_scheme(function_in(file.replace("3", "4").replace("22", "23")))
     assert lookup("somebodys_module:doubled") is again
     del TABLE["somebodys_module:doubled"]
 
@@ -53,7 +53,7 @@ if True:
     def scaled(mesh, x):
         return 3.0 * x
 """
-SAID_OF_TWO = {
+DOUBLE_DECLARATIONS = {
     "loop": (
         IN_A_LOOP,
         "is declared twice by line 4, as in a loop; give each function another __name__ before scheme(...) takes it",
@@ -62,9 +62,9 @@ SAID_OF_TWO = {
 }
 
 
-@pytest.mark.parametrize("case", SAID_OF_TWO)
+@pytest.mark.parametrize("case", DOUBLE_DECLARATIONS)
 def test_one_import_declares_a_name_once(tmp_path, case):
-    text, sentence = SAID_OF_TWO[case]
+    text, sentence = DOUBLE_DECLARATIONS[case]
     file = tmp_path / "declared_twice.py"
     file.write_text("from shardproof import scheme\n" + text)
     with pytest.raises(UnusableTarget) as caught:

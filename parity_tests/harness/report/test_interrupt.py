@@ -61,7 +61,7 @@ def test_an_interrupt_that_python_drops_ends_the_run(
     assert capsys.readouterr().err == "shardproof: interrupted; what was not printed was not judged\n"
 
 
-def test_other_exceptions_go_where_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_exceptions_still_reach_pythons_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: reported.append(lost.exc_type))
     hook = sys.unraisablehook

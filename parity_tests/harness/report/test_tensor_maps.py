@@ -81,7 +81,7 @@ def test_a_large_tensor_has_no_more_cells_than_can_be_seen():
     ranks = np.arange(100 * 1000).reshape(100, 1000) % len(RANKS)
     cells = read(as_text(owner_map(ranks, "owner"))).all("rect")
     assert len(cells) <= MAX_ROWS * MAX_COLUMNS
-    assert "each cell is of up to 63 elements" in as_text(owner_map(ranks, "owner"))  # 3 rows of 21 columns
+    assert "each cell stands for up to 63 elements" in as_text(owner_map(ranks, "owner"))  # 3 rows of 21 columns
 
 
 def test_a_scalar_and_nothing():

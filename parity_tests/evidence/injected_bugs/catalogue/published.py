@@ -13,7 +13,7 @@ from parity_tests.evidence.injected_bugs.injected_bug import MEGATRON, TRAIN_VER
 
 @dataclass(frozen=True)
 class Mistake:
-    """A class of mistakes that was published, and the injected bug that stands for it here, or why none does."""
+    """A published class of mistakes, and the injected bug that stands for it here, or the reason why none does."""
 
     source: str
     words: str

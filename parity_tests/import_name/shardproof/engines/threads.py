@@ -1,6 +1,6 @@
 """Threads that a rank starts belong to the rank: their collectives and their errors are the rank's.
 
-Python prints an exception that ends a thread, and goes on: a verdict without it would be of half a function.
+Python prints an exception that ends a thread, and goes on. A verdict that ignored it would judge half a function.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-# Of the thread that starts another: a block around the new thread's work, and a call for an exception that ends it.
+# A context in which the new thread works, and a function that gets an exception which ends the thread.
 Owner = tuple[Callable[[], AbstractContextManager[Any]], Callable[[BaseException], object]]
 
 
 @contextmanager
-def owned(owner_of_caller: Callable[[], Owner | None]) -> Iterator[None]:
-    """From now on, a new thread belongs to the owner that its starter has; None: to nobody."""
+def thread_owners(owner_of_caller: Callable[[], Owner | None]) -> Iterator[None]:
+    """Inside the block, a new thread gets the owner of the thread that starts it, if that has one."""
     start, run = threading.Thread.start, threading.Thread.run
     owners: WeakKeyDictionary[threading.Thread, Owner] = WeakKeyDictionary()
 
@@ -35,14 +35,14 @@ def owned(owner_of_caller: Callable[[], Owner | None]) -> Iterator[None]:
         if owner is None:
             run(self)
             return
-        around, raised = owner
+        context, report_error = owner
         try:
-            with around():
+            with context():
                 run(self)
-        except SystemExit:  # ends a thread as it means to
+        except SystemExit:  # the thread means to end
             raise
         except BaseException as error:
-            raised(error)
+            report_error(error)
 
     threading.Thread.start, threading.Thread.run = owned_start, owned_run
     try:

@@ -1,4 +1,4 @@
-"""A tensor as a matrix of its last dim by all others, each element in the colour of its rank."""
+"""Draw a tensor as a matrix, its last dim across and all others down, each element in the colour of its rank."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from shardproof.report import colours
 from shardproof.report.markup import Child, svg, tag
 
 MAX_ROWS, MAX_COLUMNS = 40, 48
-WIDE, LARGEST, SMALLEST = 300.0, 30.0, 6.0  # width of a map; largest and smallest cell
+MAP_WIDTH, LARGEST_CELL, SMALLEST_CELL = 300.0, 30.0, 6.0
 
 
 def owner_map(ranks: np.ndarray, caption: str) -> Element:
-    """A rectangle for each run of elements of one rank in a row, with the rank's number if there is room."""
+    """A rectangle for each run of elements in a row that one rank owns, with the rank's number if there is room."""
     cells, step = reduced(ranks, first=True)
-    wide, high = cell_size(cells)
+    width, height = cell_size(cells)
     parts: list[Child] = []
     for y, line in enumerate(cells):
         x = 0
         for rank, run in groupby(line.tolist()):
             length, paint = len(list(run)), int(rank) % len(colours.RANKS)
-            at = {"x": x * wide, "y": y * high, "width": length * wide, "height": high}
+            at = {"x": x * width, "y": y * height, "width": length * width, "height": height}
             parts.append(tag("rect", **at, class_=f"cell r{paint}"))
-            if length * wide >= 9 * len(str(int(rank))) and high >= 10:
-                centre = {"x": (x + length / 2) * wide, "y": y * high + high / 2 + 4}
+            if length * width >= 9 * len(str(int(rank))) and height >= 10:
+                centre = {"x": (x + length / 2) * width, "y": y * height + height / 2 + 4}
                 parts.append(tag("text", str(int(rank)), **centre, class_=f"t{paint}"))
             x += length
-    return figure(parts, cells.shape, (wide, high), caption, step)
+    return figure(parts, cells.shape, (width, height), caption, step)
 
 
 def reduced(array: np.ndarray, *, first: bool) -> tuple[np.ndarray, int]:
-    """The array as a matrix of at most 40 by 48 cells, and the elements per cell: it shows the first or the worst."""
+    """A matrix of at most 40 by 48 cells, with each cell's first or largest element; and the elements per cell."""
     matrix = array.reshape(-1, array.shape[-1] if array.ndim else 1)
     down, across = (-(-size // most) for size, most in zip(matrix.shape, (MAX_ROWS, MAX_COLUMNS), strict=True))
     if down * across == 1:
@@ -45,11 +45,11 @@ def reduced(array: np.ndarray, *, first: bool) -> tuple[np.ndarray, int]:
 
 
 def cell_size(cells: np.ndarray) -> tuple[float, float]:
-    wide = min(max(WIDE / cells.shape[1], SMALLEST), LARGEST)
-    return wide, min(max(wide, 2 * SMALLEST), 18.0)
+    width = min(max(MAP_WIDTH / cells.shape[1], SMALLEST_CELL), LARGEST_CELL)
+    return width, min(max(width, 2 * SMALLEST_CELL), 18.0)
 
 
 def figure(parts: list[Child], shape: tuple[int, ...], cell: tuple[float, float], caption: str, step: int) -> Element:
-    several = f"; each cell is of up to {step} elements" if step > 1 else ""
+    scale = f"; each cell stands for up to {step} elements" if step > 1 else ""
     drawing = svg(cell[0] * shape[1], cell[1] * shape[0], *parts, label=caption)
-    return tag("figure", drawing, tag("figcaption", caption + several))
+    return tag("figure", drawing, tag("figcaption", caption + scale))

@@ -45,7 +45,7 @@ def train(mesh: Any, case: Any) -> list[float]:
     if run.resume:
         checkpoint.load(run, first, model.aliases(), optimizer)
     losses = []
-    replaced = checkpoint.finished(run) if run.overwrite else []  # once this run has a checkpoint itself
+    replaced = checkpoint.finished(run) if run.overwrite else []  # removed after this run's first checkpoint
     for index in range(first, run.steps):
         loss, norm = gradients_of(mesh, run, model, index)
         gradients = model.gradients()
@@ -66,7 +66,7 @@ def train(mesh: Any, case: Any) -> list[float]:
 
 
 def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, float]]:
-    """Trace the first step: the tensors of this rank's modules, by stream; the full gradients; loss and norm."""
+    """Trace the first step; returns the tensors of this rank's modules by stream, all gradients, and loss and norm."""
     run = Run(**case.options["run"])
     model = parallel_model(mesh, run)
     with all_recorded(model.stages) as recording:
@@ -74,12 +74,12 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
     gradients = model.gradients()
     first, ranks = dp_rank(mesh), run.dp * run.size("cp")
 
-    def placed(arrays: dict[Event, Any], scale: float) -> dict[Event, Any]:
+    def global_events(arrays: dict[Event, Any], scale: float) -> dict[Event, Any]:
         return {event._replace(call=first + event.call * run.dp): x * scale for event, x in arrays.items()}
 
     # Gradients are averaged at the parameters only: inside the model they are gradients of `ranks` times the loss.
     return (
-        Recording(placed(recording.values, 1.0), placed(recording.gradients, 1.0 / ranks)),
+        Recording(global_events(recording.values, 1.0), global_events(recording.gradients, 1.0 / ranks)),
         gradients,
         {LOSS: loss, NORM: norm},
     )

@@ -1,8 +1,8 @@
 """The messages by which torch's pipeline stages open their channels.
 
 torch 2.11 sends a tensor of shape [] to one of shape [1], and receives from both neighbours of a stage into one tensor
-at once. Nothing reads the numbers, but both are faults that lockstep reports, in a line that no user can mend. Later
-versions open this way for stages of other classes than `PipelineStage` alone.
+at once. Nothing reads the numbers, but lockstep would report both as faults, in a line that no user can mend. Later
+versions open this way only for stages that are not a `PipelineStage`.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     torch.distributed.device_mesh.threading = _Identities()  # pyright: ignore
     c_api._set_thread_isolation_mode(True)  # pyright: ignore
     try:
-        with threads.owned(_owner):
+        with threads.thread_owners(_owner):
             yield
     finally:
         c_api._set_thread_isolation_mode(False)  # pyright: ignore

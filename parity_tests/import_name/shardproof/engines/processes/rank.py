@@ -162,7 +162,7 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
 def observe() -> None:
     """Once per process: report waits, threads and the creation of groups to the current recorder."""
     observe_waits(lambda: _current)
-    _threads.enter_context(threads.owned(_owner))
+    _threads.enter_context(threads.thread_owners(_owner))
     _threads.enter_context(node_lines.kept())
     make = getattr(dist.distributed_c10d, creation.MAKER)
     setattr(dist.distributed_c10d, creation.MAKER, creation.reported(make, _creations))
