@@ -163,7 +163,7 @@ def checked_offsets(cu_seqlens: Offsets, size: int) -> list[int]:
     """The offsets as integers; an error unless they run from 0 to `size` and never decrease."""
     offsets = np.asarray(cu_seqlens)
     if offsets.ndim != 1 or not len(offsets):
-        raise ValueError(f"cu_seqlens: shape is {offsets.shape}; offsets are one row of at least [0]")
+        raise ValueError(f"cu_seqlens: shape is {offsets.shape}; offsets are one row that starts at 0")
     if offsets.dtype.kind not in "iu":
         raise TypeError(f"cu_seqlens: dtype is {offsets.dtype}; offsets are integers")
     if offsets[0]:

@@ -70,7 +70,7 @@ VALUE_ERRORS = [
         for cu, wrong in (
             ([0, 16, 4], "sequence 1 runs from 16 back to 4; offsets never decrease"),
             ([0, -5, 4, 16], "sequence 0 runs from 0 back to -5; offsets never decrease"),
-            ([[0, 4, 16]], "shape is (1, 3); offsets are one row of at least [0]"),
+            ([[0, 4, 16]], "shape is (1, 3); offsets are one row that starts at 0"),
         )
     ],
     (

@@ -1,4 +1,4 @@
-"""Packed: goldens, both statements alike, a partition, equal causal work, and the offsets it rejects."""
+"""The packed layout: expected shards, parity with the reference, equal causal work, and rejected offsets."""
 
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from jax_ref.layouts import packed as reference
 from torch_impl.layouts import draw, inverse, packed
 from torch_impl.layouts.index_arrays import packed_positions as positions
 
-halves = st.lists(st.integers(0, 4), max_size=6)
+chunk_lengths = st.lists(st.integers(0, 4), max_size=6)
 worlds = st.sampled_from([1, 2, 3, 4, 8])
 
 
@@ -30,7 +30,7 @@ def test_picture_and_inverse():
     assert inverse(packed(12, 2, [0, 4, 12])).tolist() == [0, 6, 7, 1, 2, 3, 8, 9, 10, 11, 4, 5]
 
 
-@given(halves, worlds)
+@given(chunk_lengths, worlds)
 def test_production_is_the_reference_and_a_partition(chunks, world):
     offsets = list(accumulate((2 * world * chunk for chunk in chunks), initial=0))
     size = offsets[-1]
@@ -42,7 +42,7 @@ def test_production_is_the_reference_and_a_partition(chunks, world):
         assert [p.tolist() for p in each] == [p.tolist() for p in expected]
 
 
-@given(halves, worlds)
+@given(chunk_lengths, worlds)
 def test_every_rank_has_the_same_number_of_causal_pairs(chunks, world):
     lengths = [2 * world * chunk for chunk in chunks]
     offsets = torch.tensor(list(accumulate(lengths, initial=0)))
@@ -88,8 +88,8 @@ REJECTED = [
         ValueError,
         "cu_seqlens: sequence 3 has padded length 6, dual_chunk_swap over world=2 needs a multiple of 4; pad it to 8",
     ),
-    (4, 1, [[0, 4]], ValueError, "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]"),
-    (0, 1, [], ValueError, "cu_seqlens: shape is (0,); offsets are one row of at least [0]"),
+    (4, 1, [[0, 4]], ValueError, "cu_seqlens: shape is (1, 2); offsets are one row that starts at 0"),
+    (0, 1, [], ValueError, "cu_seqlens: shape is (0,); offsets are one row that starts at 0"),
     (-2, 1, [0], ValueError, "size=-2 is not a size; sizes are 0 or more"),
     (0, 0, [0], ValueError, "world=0 is not a number of ranks; it is 1 or more"),
 ]

@@ -62,12 +62,12 @@ REJECTED = [
             (
                 (torch.tensor([[0, 8]]),),
                 ValueError,
-                "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]",
+                "cu_seqlens: shape is (1, 2); offsets are one row that starts at 0",
             ),
             (
                 (torch.tensor([0, 8]), torch.tensor([], dtype=torch.int32)),
                 ValueError,
-                "cu_real: shape is (0,); offsets are one row of at least [0]",
+                "cu_real: shape is (0,); offsets are one row that starts at 0",
             ),
             (
                 (torch.tensor([0, 8.0]),),
@@ -155,8 +155,8 @@ REJECTED = [
         ValueError,
         "cu_real: sequence 1 runs from 4 back to 3; offsets never decrease",
     ),
-    (lambda: packed([[0, 4]]), ValueError, "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]"),
-    (lambda: packed([]), ValueError, "cu_seqlens: shape is (0,); offsets are one row of at least [0]"),
+    (lambda: packed([[0, 4]]), ValueError, "cu_seqlens: shape is (1, 2); offsets are one row that starts at 0"),
+    (lambda: packed([]), ValueError, "cu_seqlens: shape is (0,); offsets are one row that starts at 0"),
     (lambda: packed([0.0, 4.0]), TypeError, "TokenLayout.packed: cu_padded: dtype is float32; offsets are integers"),
     (lambda: packed(None), TypeError, "TokenLayout.packed: cu_padded=None are not offsets; pass a row of integers"),
     (

@@ -356,7 +356,7 @@ REJECTED = [
     (lambda m: called(m, scale=float("nan")), "scale=nan must be finite"),
     (
         lambda m: called(m, cu_seqlens=torch.tensor([[0, 48]])),
-        "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]",
+        "cu_seqlens: shape is (1, 2); offsets are one row that starts at 0",
     ),
     (
         lambda m: called(m, g=G[..., None].expand(1, T, HEADS, 2)),

@@ -175,7 +175,7 @@ def check_offset_tensor(name: str, values: Tensor) -> None:
 def check_row(name: str, offsets: Tensor, error: type[ValueError] = ValueError) -> None:
     """Validate shape and dtype of offsets, without reading their values: one row of integers."""
     if offsets.dim() != 1 or not len(offsets):
-        raise error(f"{name}: shape is {tuple(offsets.shape)}; offsets are one row of at least [0]")
+        raise error(f"{name}: shape is {tuple(offsets.shape)}; offsets are one row that starts at 0")
     _check_integers(name, offsets)
 
 

@@ -1,4 +1,4 @@
-"""Outcomes of mutants, from their records in a journal: the drawn cases' and the tests'."""
+"""Outcomes of mutants in drawn cases and in tests, from a journal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
 
     @property
     def equivalent(self) -> str | None:
-        """Why it is equivalent, if that is known; a caught mutant is not."""
+        """The reason why the mutant is equivalent, if one is known; a caught mutant has none."""
         return None if self.drawn or self.tests else why_equivalent(self.mutant)
 
 
@@ -48,6 +48,6 @@ def outcomes(journal: Journal, sample: Sequence[Mutant]) -> list[Outcome]:
 
 
 def _outcome(mutant: Mutant, record: dict[str, Any]) -> Outcome:
-    of_cases = (record["schemes"], record["examples"], record["drawn"], record["oracle"])
+    case_fields = (record["schemes"], record["examples"], record["drawn"], record["oracle"])
     is_tested = bool(record["drawn"]) or "tests" in record
-    return Outcome(mutant, *of_cases, record.get("tests"), record.get("capped", False), is_tested)
+    return Outcome(mutant, *case_fields, record.get("tests"), record.get("capped", False), is_tested)

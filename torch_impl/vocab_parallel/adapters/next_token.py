@@ -56,8 +56,8 @@ def from_parallel_logits_to_logprobs(
     or use each score in the loss of one rank alone.
 
     Cost:   forward 1 all_gather of 3 * b*s/cp numbers over tp (more with a filter) and 1 all_gather of b*s/cp numbers
-            over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp. With entropy 4 numbers for 3 over
-            tp, and twice as many over cp. Saves as `vocab_parallel_logprob`, or with a filter as
+            over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp. With entropy 4 numbers instead of
+            3 over tp, and twice as many over cp. Saves as `vocab_parallel_logprob`, or with a filter as
             `DistributedLogprobWithSampling`.
     Errors: TypeError for a group that is not a ProcessGroup, ids that are not int32 or int64, logits not floating;
             ValueError if shapes disagree, target covers more positions than the logits, s cannot be sharded over cp,

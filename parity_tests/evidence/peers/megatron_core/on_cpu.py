@@ -13,7 +13,7 @@ def device_of_cpu() -> torch.device:
 
 
 def allocate_on_cpu(mesh: Any = None) -> None:
-    """Megatron asks torch.cuda for the current device wherever it allocates; say that this is the CPU."""
+    """Make torch.cuda name the CPU as its current device, which Megatron asks for wherever it allocates."""
     torch.cuda.current_device = device_of_cpu
 
 

@@ -19,9 +19,9 @@ RUN: dict[str, str] = {}  # a function's full name: its case's name
 
 
 def runs(owner: Any, *names: str) -> Callable[[Body], Body]:
-    """Declare that the body calls each of these functions of a module or class, which are of one signature.
+    """Declare a case for each of these functions of a module or class; the body calls any of them in the same way.
 
-    A name that this torch lacks has no case.
+    A function that this torch lacks has no case.
     """
 
     def register(body: Body) -> Body:
@@ -38,7 +38,7 @@ def _with(body: Body, owner: Any, name: str, mesh: Any) -> Any:
 
 
 def together(owner: Any, *names: str) -> Callable[[Body], Body]:
-    """Declare that the body, called once, calls all of these that this torch has."""
+    """Declare one case for all of these functions; its body calls each function that this torch has."""
 
     def register(body: Body) -> Body:
         case = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
@@ -66,6 +66,6 @@ def plain(value: Any) -> Any:
 
 
 def numbers(*shape: int, rank: int | None = None) -> Tensor:
-    """Small integers, of which any sum is exact; another on each rank."""
+    """Small integers, so that sums are exact; they differ from rank to rank."""
     rank = dist.get_rank() if rank is None else rank
     return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + rank).float()

@@ -1,8 +1,8 @@
-"""Name the operation that first makes NaN or infinity, where a result is not finite and the reference is.
+"""Name the operation that first makes NaN or infinity, if a result is not finite but the reference is.
 
 An exponential without a shift overflows, a masked row has no maximum, a cast to a narrow dtype is too narrow. All later
-results are then not finite either, so the place in the output says little. An operation is named if it makes NaN or
-infinity of numbers that are not, and every output is finite once it gives 1 there.
+results are then not finite either, so the place in the output says little. A note names an operation that turns finite
+numbers into infinity, or numbers into NaN, if every output is finite once the operation returns 1 there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from shardproof.explain.places import NOT_FINITE
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
-FILLS = ("masked_fill", "masked_fill_", "where", "fill_", "clamp", "nan_to_num")  # as the user asks
-MOST_OPERATIONS = 8  # that are tried
+FILLS = (
+    "masked_fill",
+    "masked_fill_",
+    "where",
+    "fill_",
+    "clamp",
+    "nan_to_num",
+)  # the user asks for the values that these make
+MOST_OPERATIONS = 8  # more are not tried
 FIRST_MADE_BY = "first made by "
 Notes = Mapping[str, tuple[Note, ...]]
 
@@ -45,10 +52,12 @@ def name_first_overflow(scheme: Declared, report: Report, notes: Notes) -> dict[
     }
     if not any(is_unexpected.values()):
         return by_label
-    found = _Found()
+    found = _Overflows()
     verify_case(scheme, report.case, wrap_program=in_mode(partial(_Watcher, found.add)))
     for operation in list(found.largest)[:MOST_OPERATIONS]:
-        mended = verify_case(scheme, report.case, wrap_program=in_mode(partial(_Watcher, partial(_mended, operation))))
+        mended = verify_case(
+            scheme, report.case, wrap_program=in_mode(partial(_Watcher, partial(_with_ones, operation)))
+        )
         if mended.failure is None and not any(map(_is_unexpected, _outputs(mended))):
             words = f"; {FIRST_MADE_BY}{operation.name} at {operation.source}{found.text(operation)}"
             for label in (label for label in outputs if is_unexpected[label]):
@@ -67,8 +76,8 @@ def _is_unexpected(tensor: Any) -> bool:
 
 
 @dataclass
-class _Found:
-    """The operations of all ranks that make NaN or infinity, first ones first, each with its largest finite input."""
+class _Overflows:
+    """The operations of all ranks that make NaN or infinity, in their order, each with its largest finite input."""
 
     largest: dict[Operation, float] = field(default_factory=dict)
 
@@ -82,9 +91,9 @@ class _Found:
 
 
 class _Watcher(Mode):
-    """Passes each result with elements that are NaN of none, or infinite of finite numbers, through `seen`.
+    """Passes results through `seen` that have NaN from inputs without NaN, or infinity from finite inputs.
 
-    `seen(operation, result, elements, largest)` returns the result in its place; `largest` is the largest finite input.
+    `seen(operation, result, elements, largest)` returns a replacement; `largest` is the largest finite input.
     """
 
     def __init__(self, seen: Callable[[Operation, Any, Tensor, float], Any], mesh: Any) -> None:
@@ -104,8 +113,8 @@ class _Watcher(Mode):
         return self._seen(operation.of_line, result, made, largest) if bool(made.any()) else result
 
 
-def _mended(target: Operation, operation: Operation, result: Any, made: Tensor, largest: float) -> Any:
-    """The result, with 1 at these elements if it is the target's."""
+def _with_ones(target: Operation, operation: Operation, result: Any, made: Tensor, largest: float) -> Any:
+    """The result; if the operation is the target, with 1 at the elements `made`."""
     value = value_of(result)
     if operation != target or value is None:
         return result
