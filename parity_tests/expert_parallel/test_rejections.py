@@ -56,7 +56,7 @@ REJECTED = [
     (
         ROUTED,
         lambda m: routed(m, gate_up=GATE_UP[:0], down=DOWN[:0]),
-        "gate_up is [0, 8, 12], of no expert; give each rank one or more",
+        "gate_up is [0, 8, 12] and has no expert; give each rank one or more",
     ),
     (
         ROUTED,

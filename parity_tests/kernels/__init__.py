@@ -1,1 +1,1 @@
-EXCLUDED_CONDITIONS = ("inference_mode",)  # and not autocast: functions compute in dtypes of their own
+EXCLUDED_CONDITIONS = ("inference_mode",)  # autocast is drawn: it does not change the functions' dtypes

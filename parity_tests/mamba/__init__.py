@@ -1,2 +1,2 @@
-EXCLUDED_CONDITIONS = ("inference_mode",)  # and not autocast: functions compute in dtypes of their own
-WIDE_OUTPUTS = False  # unless a scheme or its file says so
+EXCLUDED_CONDITIONS = ("inference_mode",)  # autocast is drawn: it does not change the functions' dtypes
+WIDE_OUTPUTS = False  # unless a scheme or its file says otherwise

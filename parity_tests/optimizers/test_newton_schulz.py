@@ -1,4 +1,4 @@
-"""Newton-Schulz: parity, invariances, who owns a matrix, which route sends fewer bytes, and rejections."""
+"""Newton-Schulz: parity, invariances, owners of matrices, the route that sends fewer bytes, and rejections."""
 
 import re
 
@@ -15,22 +15,22 @@ from shardproof.engines.engines import run
 from torch_impl.optimizers import Muon, fewest_bytes, newton_schulz
 from torch_impl.optimizers.newton_schulz import owners
 
-BEYOND = 2.0**80  # the square of such a number is beyond the range of float32
+LARGE = 2.0**80  # its square overflows float32
 
 
-def by_default(x, steps, factor):
+def scaled_reference(x, steps, factor):
     return reference(factor * x, 5 if steps is None else steps)
 
 
 @scheme(
-    reference=by_default,
+    reference=scaled_reference,
     mesh={"dp": (1,)},
     contract=newton_schulz,
     inputs={"x": "b m n"},
     dims={"b": (1, 3), "m": (1, 2, 5), "n": (1, 3)},
     draw={"x": values("normal", "zeros", "ties", "tiny")},
     nograd=("x",),
-    options={"steps": (5, 1, None), "factor": (1.0, BEYOND)},
+    options={"steps": (5, 1, None), "factor": (1.0, LARGE)},
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("m", "n"),
     sums="float32",
@@ -41,7 +41,7 @@ def newton_schulz_on_one_device(mesh, x, steps, factor):
 
 
 def cheaper_routes(sharded, other, world, steps, itemsize):
-    """1 where "sharded" sends less: both counts of bytes times 2 * world, in integers."""
+    """1 where "sharded" sends less. Both counts of bytes are multiplied by 2 * world, so that they are integers."""
     steps, itemsize = 5 if steps is None else steps, 4 if itemsize is None else itemsize
     to_owners = 2 * sharded * other * itemsize
     added = world * (2 * 8 + steps * other * (other + 1) * max(itemsize, 4))
@@ -58,7 +58,7 @@ def cheaper_routes(sharded, other, world, steps, itemsize):
     options={"steps": (None, 1, 3), "itemsize": (None, 2, 8)},
 )
 def routes_of_matrices(mesh, sharded, other, world, steps, itemsize) -> Int[Tensor, "k/dp"]:
-    """Small sizes, of which some send the same either way."""
+    """Sizes are small, so that both routes sometimes send equally many bytes."""
     given = {name: size for name, size in (("steps", steps), ("itemsize", itemsize)) if size is not None}
     sizes = zip(sharded.tolist(), other.tolist(), world.tolist(), strict=True)
     return sharded.new_tensor([fewest_bytes(*each, **given) == "sharded" for each in sizes])
@@ -79,7 +79,7 @@ def test_a_transposed_matrix_has_the_transposed_result():
 
 
 def test_the_scale_of_a_matrix_does_not_matter():
-    """Powers of two are exact; the largest is beyond the root of float32's range."""
+    """Powers of two are exact; the square of the largest overflows float32."""
     for power in (-20, 3, 70):
         assert torch.equal(newton_schulz(X * 2.0**power), newton_schulz(X))
 
@@ -109,7 +109,7 @@ def test_owners_take_turns_and_share_the_work():
 SIZES = [(8, 4), (64, 2), (3, 7), (40, 3)]  # sharded dim, other dim
 
 
-def sent(mesh, case):
+def muon_step(mesh, case):
     """One step of Muon on one matrix for each size of the case."""
     matrices = [torch.ones(size) + torch.eye(*size) for size in case.options["sizes"]]
     parameters = [distributed(each, mesh.device_mesh, [Shard(0)]) for each in matrices]
@@ -119,12 +119,12 @@ def sent(mesh, case):
 def rows_of(route, sizes, world):
     case = CaseSpec(scheme="muon", mesh={"dp": world}, options={"route": route, "sizes": sizes})
     op = {"owners": "all_to_all", "sharded": "all_reduce"}[route]
-    ledger = run(sent, case).ledger
+    ledger = run(muon_step, case).ledger
     return [[row for row in ledger.of(rank) if row.op == op] for rank in range(world)]
 
 
-def on_the_wire(route, size, world):
-    """Bytes that leave a rank, in the mean: an all_to_all sends all but its own part, an all_reduce is a ring."""
+def mean_bytes_sent(route, size, world):
+    """The mean over ranks of the bytes that leave a rank, which keeps its part of an all_to_all; a ring all_reduces."""
     total = 0.0
     for rank, rows in enumerate(rows_of(route, [size], world)):
         for row in rows:
@@ -139,12 +139,12 @@ def on_the_wire(route, size, world):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_rule_takes_the_route_that_sends_less(size, world):
-    routes = {route: on_the_wire(route, size, world) for route in ("owners", "sharded")}
+    routes = {route: mean_bytes_sent(route, size, world) for route in ("owners", "sharded")}
     assert fewest_bytes(*size, world) == min(routes, key=routes.get)
 
 
 def test_uneven_matrices_have_the_stated_bytes_on_every_rank():
-    """Owners: the rank's rows of all matrices, then all rows of those it owns; sharded: norms and triangles."""
+    """Owners exchange the rank's rows of all matrices, then all rows of its own; "sharded" sums norms and triangles."""
     world = 3
     owner = owners(SIZES, world)
     longest = [-(-s // world) for s, _ in SIZES]

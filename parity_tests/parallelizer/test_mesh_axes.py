@@ -1,4 +1,4 @@
-"""Meshes whose axes are flattened already, and names of axes that are rejected; `test_axes_of_ranks` has the others."""
+"""Meshes with flattened axes, and rejected names of axes; `test_axes_of_ranks` tests the parts of a mesh."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def on_ranks(body, mesh, engine="lockstep"):
 def test_ranks_of_ep_shard_are_rejected():
     def body(mesh):
         with pytest.raises(
-            ValueError, match="axis 'ep_shard' has 2 ranks, over which nothing would be summed; name it"
+            ValueError, match="axis 'ep_shard' has 2 ranks, but nothing would be summed over this axis; name it"
         ):
             mesh_axes(mesh)
         return True
@@ -25,7 +25,7 @@ def test_ranks_of_ep_shard_are_rejected():
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_whoever_flattened_first_is_used_again(engine):
+def test_an_existing_flattened_mesh_is_used(engine):
     def body(mesh):
         flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
         axes = mesh_axes(mesh)
@@ -36,7 +36,7 @@ def test_whoever_flattened_first_is_used_again(engine):
     assert on_ranks(body, {"dp_shard": 1, "cp": 2}, engine) == ((True, True, 2.0),) * 2
 
 
-def test_a_flattened_name_of_other_axes():
+def test_a_flattened_mesh_of_other_axes_is_rejected():
     def body(mesh):
         second_mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
         second_mesh["cp", "tp"]._flatten("dp_shard_cp")
@@ -60,7 +60,7 @@ def test_a_flattened_name_of_other_axes():
         (None, "its 2 axes have no names; name them (data_parallel, "),
     ],
 )
-def test_axes_that_mean_nothing_certain(names, message):
+def test_ambiguous_axes_are_rejected(names, message):
     def body(mesh):
         device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
         with pytest.raises(ValueError) as error:
@@ -72,8 +72,8 @@ def test_axes_that_mean_nothing_certain(names, message):
     assert results.ledger.rows == []
 
 
-def test_a_torch_without_the_needed_functions(monkeypatch):
-    """The attribute and the version are named, and nothing else is tried."""
+def test_a_torch_without_the_needed_functions_is_rejected(monkeypatch):
+    """The error names the attribute and the version of torch."""
 
     def body(mesh):
         with pytest.raises(RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""A patch of a class as Megatron's GPTModel: which calls it takes, what it rejects, and how it is undone.
+"""A patch of a class like Megatron's GPTModel: calls that it takes, calls that it rejects, and its removal.
 
-Its scores and gradients are in `test_gpt_model`.
+`test_gpt_model` tests its scores and gradients.
 """
 
 import sys
@@ -27,7 +27,7 @@ class Decoder(nn.Module):
 
 
 def fake_model_class():
-    """A class of its own for each test, with the attributes that a patched forward may touch."""
+    """A new class for each test, with the attributes that a patched forward may touch."""
 
     class FakeGPT(nn.Module):
         post_process, share_embeddings_and_output_weights = True, False
@@ -48,7 +48,7 @@ def fake_model_class():
     return FakeGPT
 
 
-def fused(model, input_ids=IDS, labels=IDS, **options):
+def fused_scores(model, input_ids=IDS, labels=IDS, **options):
     return model(input_ids, None, None, labels=labels, return_logprobs_for_linear_ce_fusion=True, **options)
 
 
@@ -61,7 +61,7 @@ def test_a_stage_before_the_last_returns_hidden_states():
     model = model_class()
     model.post_process = False
     with patch(chunk_size=3, model_class=model_class):
-        assert fused(model, labels=None).shape == (S, B, D)
+        assert fused_scores(model, labels=None).shape == (S, B, D)
 
 
 def test_inference_saves_nothing():
@@ -69,10 +69,10 @@ def test_inference_saves_nothing():
         model_class = fake_model_class()
         model = model_class(mesh["tp"], mesh["cp"])
         with patch(chunk_size=3, model_class=model_class):
-            fused(model, inference_context=object()).sum().backward()  # in training a context changes nothing
+            fused_scores(model, inference_context=object()).sum().backward()  # in training a context changes nothing
             model.eval()
             with pytest.raises(RuntimeError) as caught:
-                fused(model, inference_context=object()).sum().backward()
+                fused_scores(model, inference_context=object()).sum().backward()
         return str(caught.value)
 
     assert on_mesh(body, cp=1, tp=1)[0].startswith("inference_only=True saved nothing")
@@ -128,23 +128,23 @@ def test_a_later_patch_is_not_discarded():
 
 def with_bias(model):
     model.output_layer.bias = torch.zeros(V)
-    return fused(model)
+    return fused_scores(model)
 
 
 def with_scale(model):
     model.config.use_mup = True
-    return fused(model)
+    return fused_scores(model)
 
 
 FLAG = "return_logprobs_for_linear_ce_fusion=True"
 REJECTED = [
     (
-        lambda model: fused(model, labels=None),
+        lambda model: fused_scores(model, labels=None),
         ValueError,
         f"labels is None; {FLAG} needs the unshifted labels",
     ),
     (
-        lambda model: fused(model, newer=1),
+        lambda model: fused_scores(model, newer=1),
         TypeError,
         f"newer is not known together with {FLAG}; drop it",
     ),
@@ -161,7 +161,7 @@ def test_rejection(call, kind, text):
     assert str(caught.value) == f"{FORWARD}: {text}"
 
 
-def test_a_chunk_of_nothing_and_a_missing_megatron(monkeypatch):
+def test_an_empty_chunk_and_a_missing_megatron_are_rejected(monkeypatch):
     with pytest.raises(ValueError) as caught:
         patch(chunk_size=0)
     assert str(caught.value) == f"{PATCH}: chunk_size=0 must be at least 1, or None for automatic blocks"

@@ -141,7 +141,7 @@ def checked_weights(
     down_bias: Tensor | None = None,
     activation: ClampedSwiGLU | None = None,
 ) -> ExpertWeights:
-    """Check the weights against x, as far as the contracts cannot, and choose the products' implementations.
+    """Check the weights beyond their contracts, and choose the products' implementations.
 
     Errors: TypeError for dtypes that differ; ValueError for different devices, no expert, gate_up without twice as many
             columns as down has rows, or a backend that cannot run.
@@ -161,7 +161,7 @@ def checked_weights(
 def _check_some_expert(name: str, weight: Tensor) -> None:
     """Errors: ValueError for a weight without experts."""
     if not len(weight):
-        raise Rejected(f"{name} is {list(weight.shape)}, of no expert; give each rank one or more")
+        raise Rejected(f"{name} is {list(weight.shape)} and has no expert; give each rank one or more")
 
 
 def _check_counts(counts: list[int], rows: int) -> None:
@@ -194,7 +194,7 @@ def checked_grouped_backend(backend: str, x: Tensor, weight: Tensor) -> str:
 
 
 def _grouped_mm_problem(x: Tensor, weight: Tensor) -> str | None:
-    """Why torch._grouped_mm does not take these operands, forward or backward; None if it does."""
+    """The reason why torch._grouped_mm does not take these operands, forward or backward; None if it does."""
     if not hasattr(torch, "_grouped_mm"):
         return "needs torch._grouped_mm, which this torch lacks"
     if x.dtype not in SUPPORTED:

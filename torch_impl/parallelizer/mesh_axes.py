@@ -151,9 +151,10 @@ def mesh_axes(device_mesh: DeviceMesh, own_names: Mapping[str, str | None] | Non
     shard_name = (own_names or {}).get("shard") or shard_name
     sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.shape, strict=True))
     if sizes.get("ep_shard", 1) > 1:
+        data_name = (NEWER if shard_name == NEWER["shard"] else OLDER)["data"]
         raise ValueError(
-            f"device_mesh: axis 'ep_shard' has {sizes['ep_shard']} ranks, over which nothing would be summed; name it "
-            f"{(NEWER if shard_name == NEWER['shard'] else OLDER)['data']!r}, over which experts are sharded beside ep"
+            f"device_mesh: axis 'ep_shard' has {sizes['ep_shard']} ranks, but nothing would be summed over this axis; "
+            f"name it {data_name!r}, over which experts are sharded beside ep"
         )
     return MeshAxes(device_mesh, **roles, shard_name=shard_name)
 

@@ -1,10 +1,10 @@
-"""`python -m parity_tests.evidence.injected_bugs.first_notes`: the share of true first notes, of a sample.
+"""`python -m parity_tests.evidence.injected_bugs.first_notes`: the share of true first notes in a sample of bugs.
 
-A first note is the headline of a report. Each bug knows its kind of mistake, and each kind of note means some kinds of
-mistake, so that a note is false where the two do not go together: a rounding where a sum was left out, an offset where
-a scale was wrong. A note that only states an observation (`no pattern`, `not finite`) claims nothing and is counted
-apart. Three figures: true notes as one failing case suggests them, true notes after the experiments of `verify`, and
-how many failing cases were called undecided, which would hide the bug in that case.
+A first note is the headline of a report. Each bug has a kind of mistake, and each kind of note fits some kinds. A note
+is false if it does not fit, such as a rounding for a missing sum, or an offset for a wrong scale. A note that only
+states an observation (`no pattern`, `not finite`) claims nothing and is counted apart. Three figures: the true notes
+from one failing case, the true notes after the experiments of `verify`, and the failing cases that were called
+undecided, which would hide the bug.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shardproof.experiments.wrong_backwards import NO_DERIVATIVE
 from shardproof.explain.arithmetic import ADDED_BEFORE
 from shardproof.explain.note import READ_TOO_EARLY
 
-# What an edit of the reference's inputs tells: another order of them, or a number.
+# The kinds that an edit of the reference's inputs fits: another order, or another number.
 ORDERS = {"order", "sequence", "border", "group", "schedule"}
 NUMBERS = {"reduction", "group", "scale", "statistic", "tied"}
-# Of an input that is never read; where every rank takes the part of the first one, nobody reads the other parts.
+# The kinds that an unread input fits: if every rank takes the first rank's part, nobody reads the other parts.
 UNREAD = {"scale", "statistic", "border", "sequence", "group", "tied", "call"}
 
-# How a sentence begins or a part of it, and the kinds of mistakes that it can truly mean.
+# Words of a note, and the kinds that such a note fits.
 MEANS = (
     ("is not differentiable", {"reduction", "group", "scale", "tied"}),
     ("no mask, or a wrong one", {"border", "reduction"}),
@@ -73,12 +73,12 @@ STATES = (
     "the reference's",
     "right with normal values",
 )
-OF_A_LINE = "forward equal, gradient not: "  # a collective or a place that lacks a sum, or has one too many
-KINDS_OF_A_LINE = {"reduction", "group", "scale", "tied", "buffer", "schedule"}
-KINDS_OF_A_WAIT = {"buffer", "schedule"}  # a collective that is not waited for
-OF_A_NUMBER = r" (times|plus|minus|with the opposite sign)\b"  # of an edit of the reference's inputs
+LINE_NOTE = "forward equal, gradient not: "  # a collective or a place that lacks a sum, or has one too many
+LINE_KINDS = {"reduction", "group", "scale", "tied", "buffer", "schedule"}
+WAIT_KINDS = {"buffer", "schedule"}  # a collective that is not waited for
+NUMBER_EDIT = r" (times|plus|minus|with the opposite sign)\b"  # in a note on an edit of the reference's inputs
 NAMED_LINE = re.compile(r"[\w.]+\.py:\d+")
-UNDECIDED = "which is right only where"  # of a fact that no passing case could be compared with
+UNDECIDED = "which is right only where"  # in a note that could not be compared with a passing case
 ANYWHERE = (
     "its own shard",
     "their own shards",
@@ -86,16 +86,15 @@ ANYWHERE = (
     "right only",
     "is zero",
     "hold different copies",
-)  # of a place: true of any kind but one
+)  # notes on a place, which fit any kind but precision
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 
 
 def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
-    """Whether a note may be true of a bug of this kind; a place says nothing of the mistake, but of no rounding.
+    """Whether a note fits a bug of this kind. A note on a place fits every kind but precision.
 
-    `lines` are the lines of the injected text, as `file:number`. The first line that would be right with an
-    edit must be one of them, whatever the edit, and so must the line that adds an input on each rank. A backward that
-    is no derivative must stand in their file.
+    `lines` are the lines of the injected text, as `file:number`. If a note names lines to edit, or the line that adds
+    an input on each rank, the first one must be among them. A backward that is no derivative must stand in their file.
     """
     named = NAMED_LINE.findall(note) if note.startswith(RIGHT_ONCE) or ADDED_BEFORE in note else []
     if lines and named:
@@ -103,20 +102,20 @@ def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
     if NO_DERIVATIVE in note:
         files = {line.partition(":")[0] for line in lines}
         return TRUE if any(place.partition(":")[0] in files for place in NAMED_LINE.findall(note)) else FALSE
-    if note.startswith(OF_A_LINE):
-        return TRUE if kind in KINDS_OF_A_LINE else FALSE
+    if note.startswith(LINE_NOTE):
+        return TRUE if kind in LINE_KINDS else FALSE
     if READ_TOO_EARLY in note:
-        return TRUE if kind in KINDS_OF_A_WAIT else FALSE
+        return TRUE if kind in WAIT_KINDS else FALSE
     if note.startswith(STATES) or UNDECIDED in note:
         return NOTHING
     if REFERENCE_WITH in note:
-        return TRUE if kind in (NUMBERS if re.search(OF_A_NUMBER, note) else ORDERS) else FALSE
+        return TRUE if kind in (NUMBERS if re.search(NUMBER_EDIT, note) else ORDERS) else FALSE
     if any(words in note for words in ANYWHERE):
         return FALSE if kind == "precision" else TRUE
     return next((TRUE if kind in kinds else FALSE for words, kinds in MEANS if words in note), NOTHING)
 
 
-def of(bug: InjectedBug, note: str) -> str:
+def truth_for(bug: InjectedBug, note: str) -> str:
     """Whether a note is true of a bug."""
     return truth(bug.kind, note, lines_of(bug))
 
@@ -124,7 +123,7 @@ def of(bug: InjectedBug, note: str) -> str:
 def lines_of(bug: InjectedBug) -> list[str]:
     """The lines of the injected text, as notes write them.
 
-    Of a text that is only left out, those of the statement that it was a part of, or the line where it stood.
+    If the bug only removes text, the lines of the statement around it, or the line where it stood.
     """
     patch = patched_text(bug)
     count = max(1, len(bug.new.rstrip("\n").splitlines()))
@@ -138,20 +137,20 @@ def lines_of(bug: InjectedBug) -> list[str]:
 
 
 def sample(bugs: Sequence[InjectedBug], count: int, seed: int = 0) -> list[InjectedBug]:
-    """So many bugs that values could explain, the components in turn, drawn from a seed."""
+    """A seeded sample of the bugs that values or gradients show, from each component in turn."""
     by_component: dict[str, list[InjectedBug]] = defaultdict(list)
     for bug in bugs:
         if not bug.equivalent and not bug.survives and bug.expect.startswith(("value", "gradient")):
             by_component[bug.component].append(bug)
     rng = np.random.Generator(np.random.Philox(key=[0, seed]))
-    shuffled = [[of_one[i] for i in rng.permutation(len(of_one))] for of_one in by_component.values()]
-    turns = [of_one[turn] for turn in range(max(map(len, shuffled))) for of_one in shuffled if turn < len(of_one)]
+    shuffled = [[group[i] for i in rng.permutation(len(group))] for group in by_component.values()]
+    turns = [group[turn] for turn in range(max(map(len, shuffled))) for group in shuffled if turn < len(group)]
     return turns[:count]
 
 
 def measured(bugs: Iterable[InjectedBug]) -> Iterator[tuple[InjectedBug, Headlines | None]]:
-    """Each bug with its headlines, from a process that serves all; a bug may end it, and the next one gets another."""
-    context = get_context("spawn")  # JAX starts in no process that is forked
+    """Each bug with its headlines, all from one process; if a bug ends the process, another one takes over."""
+    context = get_context("spawn")  # JAX does not start in a forked process
     pool = ProcessPoolExecutor(1, context)
     try:
         for bug in bugs:
@@ -182,15 +181,15 @@ def main(
             continue
         results.append((bug, headlines))
         if every:
-            print(f"{bug.component}: {bug.name} ({bug.kind})\n  {of(bug, headlines.alone)}: {headlines.alone}")
+            print(f"{bug.component}: {bug.name} ({bug.kind})\n  {truth_for(bug, headlines.alone)}: {headlines.alone}")
             ending = "  UNDECIDED" if headlines.is_undecided else ""
-            print(f"  {of(bug, headlines.tested)}: {headlines.tested}{ending}", end=" ")
+            print(f"  {truth_for(bug, headlines.tested)}: {headlines.tested}{ending}", end=" ")
             print(f"({headlines.seconds:.1f} s of experiments)", flush=True)
     for name, notes in (
         ("one case alone", [(bug, headlines.alone) for bug, headlines in results]),
         ("after experiments", [(bug, headlines.tested) for bug, headlines in results]),
     ):
-        counted = Counter(of(bug, note) for bug, note in notes)
+        counted = Counter(truth_for(bug, note) for bug, note in notes)
         claims, share = counted[TRUE] + counted[FALSE], counted[TRUE] / max(len(notes), 1)
         print(f"{name}: {counted[TRUE]} of {claims} first notes are true, {counted[NOTHING]} claim nothing", end="; ")
         print(f"{share:.0%} of {len(notes)} name a cause")

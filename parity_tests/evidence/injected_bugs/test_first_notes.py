@@ -112,4 +112,4 @@ def test_the_notes_of_a_sum_that_was_averaged():
     near = [SchemeTrials(scheme, EXAMPLES) for scheme in discover.built_in() if ".collectives." in scheme.key]
     said = headlines(bug, near)
     assert said is not None and not said.is_undecided
-    assert [first_notes.of(bug, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]
+    assert [first_notes.truth_for(bug, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]

@@ -1,4 +1,4 @@
-"""`show(x)` draws as owners the ranks whose local tensors have the elements."""
+"""`show(x)` draws for each element a rank that has it in its local tensor."""
 
 import numpy as np
 import pytest
@@ -17,12 +17,12 @@ MESH = {"dp": 2, "tp": 3}
 def on_ranks(placements, shape):
     """Each rank's picture of a tensor with distinct numbers, and its local numbers."""
 
-    def of_rank(mesh, case):
+    def picture(mesh, case):
         x = distribute_tensor(torch.arange(int(np.prod(shape))).reshape(shape), mesh.device_mesh, placements)
         drawn = show(x)
         return str(drawn), drawn.ranks, drawn._repr_html_(), x.to_local().numpy()
 
-    return run(of_rank, CaseSpec("of_rank", MESH)).results
+    return run(picture, CaseSpec("show", MESH)).results
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_the_page_has_a_strip_for_each_axis_that_shards():
 
 
 def test_terms_of_a_sum_are_named():
-    def of_rank(mesh, case):
+    def picture(mesh, case):
         return str(show(DTensor.from_local(torch.ones(2), mesh.device_mesh, [Partial(), Partial()])))
 
-    lines = run(of_rank, CaseSpec("of_rank", MESH)).results[0].splitlines()
+    lines = run(picture, CaseSpec("show", MESH)).results[0].splitlines()
     assert [line.partition("  each")[2] for line in lines[1:]] == [" rank has a term (sum)"] * 2
 
 
 def test_a_large_weight_is_sampled():
-    def of_rank(mesh, case):
+    def picture(mesh, case):
         local = torch.empty(500, 1000, device="meta")
         return show(DTensor.from_local(local, mesh.device_mesh, [Shard(0), Replicate()], run_check=False))
 
-    drawn = run(of_rank, CaseSpec("of_rank", MESH)).results[0]
+    drawn = run(picture, CaseSpec("show", MESH)).results[0]
     assert drawn.is_sampled and drawn.ranks.size <= MAX_ROWS * MAX_COLUMNS and set(drawn.ranks.ravel()) == {0, 3}
 
 

@@ -1,4 +1,4 @@
-"""Scans of a DTensor along the dim that is sharded, and along the other, named from the front and from the end."""
+"""Scans of a DTensor along its sharded dim and along the other dim, counted from the front and from the end."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SCANS = {
 
 
 def _declare(name: str, sharded_dim: int, scan_dim: int, layout: str) -> None:
-    of_torch, of_jax = SCANS[name]
+    torch_scan, jax_scan = SCANS[name]
 
     def scan(mesh: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.sigmoid() if name == "cumprod" else x
-        return of_torch(sharded(mesh, x, sharded_dim, mesh.total("nc"[sharded_dim])), scan_dim).full_tensor()
+        return torch_scan(sharded(mesh, x, sharded_dim, mesh.total("nc"[sharded_dim])), scan_dim).full_tensor()
 
     suffix = "" if layout == "even" else ":chunked"
     place = "across" if sharded_dim == 0 else "from_the_end" if scan_dim < 0 else "from_the_front"
     scan.__name__ = f"{name}_{place}_{layout}"
     scheme(
-        reference=lambda x: of_jax(jax.nn.sigmoid(x) if name == "cumprod" else x),
+        reference=lambda x: jax_scan(jax.nn.sigmoid(x) if name == "cumprod" else x),
         mesh={"tp": (1, 2, 4)},
         inputs={"x": (f"n/tp{suffix} c", f"n c/tp{suffix}")[sharded_dim]},
         outputs="n c tp=I",

@@ -44,9 +44,9 @@ def loss_parallel_of_tokens(mesh: Any, logits: torch.Tensor, labels: torch.Tenso
 
 
 def _dtensors(mesh: Any, logits: torch.Tensor, labels: torch.Tensor, dim: int) -> tuple[DTensor, DTensor]:
-    of_labels = Replicate() if dim == 2 else Shard(dim)
+    placement = Replicate() if dim == 2 else Shard(dim)
     device_mesh = mesh.device_mesh
-    return DTensor.from_local(logits, device_mesh, [Shard(dim)]), DTensor.from_local(labels, device_mesh, [of_labels])
+    return DTensor.from_local(logits, device_mesh, [Shard(dim)]), DTensor.from_local(labels, device_mesh, [placement])
 
 
 @scheme(reference=_sum, outputs="tp=I", **TP)

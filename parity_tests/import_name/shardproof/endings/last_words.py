@@ -1,7 +1,7 @@
-"""Shared memory in which the process of a command tells its parent how far it is.
+"""Shared memory in which a command's process reports its progress to its parent.
 
-`finish` is its last act: a process that ends without it has given no verdict, whatever its exit code says. A run of
-lockstep beats while the interpreter is free; `note` names a line that is about to end the process.
+It calls `finish` last: a process that ends without this call has given no verdict, whatever its exit code says. A run
+of lockstep beats while the interpreter is free; `note` names a line that is about to end the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ASKED_AT, _BEAT_AT, _LIMIT_AT, _TEXT_AT, _CASE_AT = 8, 16, 32, 64, 4096
 
 
 class LastWords:
-    """Of one child; `clear` makes it ready for the next."""
+    """The progress of one child; `clear` prepares the memory for the next child."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, SIZE)
@@ -44,7 +44,7 @@ class LastWords:
         _HEAD.pack_into(self._memory, 0, state, status, len(data))
 
     def runs(self, case: str) -> None:
-        """The ranks run this case next, as JSON; one that is too long is left out."""
+        """Store the case, as JSON, that the ranks run next; a case that is too long is left out."""
         data = case.encode(errors="backslashreplace")
         at = _CASE_AT + _LENGTH.size
         data = data if at + len(data) <= SIZE else b""
@@ -52,12 +52,12 @@ class LastWords:
         _LENGTH.pack_into(self._memory, _CASE_AT, len(data))
 
     def beat(self, limit_s: float) -> None:
-        """The interpreter is free; the next beat is due within `limit_s`, and none if that is 0."""
+        """The interpreter is free; the next beat is due within `limit_s`, or never if that is 0."""
         self._beats += 1
         _BEAT.pack_into(self._memory, _BEAT_AT, self._beats, limit_s)
 
     def limit_runs(self, seconds: float) -> None:
-        """A rank may wait for so long in a run, because the user has said so."""
+        """The user allows a rank to wait this long in a run."""
         _LIMIT.pack_into(self._memory, _LIMIT_AT, seconds)
 
     def ask(self) -> None:
@@ -70,7 +70,7 @@ class LastWords:
 
     @property
     def finished(self) -> int | None:
-        """The status of a command that has come to its end."""
+        """The status of a command that has ended."""
         state, status, _ = _HEAD.unpack_from(self._memory, 0)
         return status if state == FINISHED else None
 
