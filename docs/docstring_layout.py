@@ -1,8 +1,8 @@
-"""Docstrings as reStructuredText: sentences that wrap, formulas and specs as they are laid out, sections as fields.
+"""Convert docstrings to reStructuredText: sentences wrap, formulas and specs stay in columns, sections become fields.
 
 The docstrings are plain text for a reader of the source: an indented block and lines in columns are laid out by hand,
-`Cost:`, `Errors:` and `Source:` begin a section. A page is of any width, so that only what is laid out by hand stays a
-box of text.
+`Cost:`, `Errors:` and `Source:` begin a section. A page may have any width, so only text that is laid out by hand stays
+a box.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _blocks(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _goes_on(block: list[str], line: str) -> bool:
-    """Whether a line begins below the second column of a block, whose text it continues."""
+    """Whether a line begins at the second column of a block, and so continues the text there."""
     columns = {found.end() for found in map(FIRST_COLUMN.match, block) if found}
     return len(line) - len(line.lstrip()) in columns
 
@@ -63,7 +63,7 @@ def _rst(block: list[str], arguments: Collection[str]) -> list[str]:
 
 
 def _field(name: str, lines: list[str], arguments: Collection[str]) -> list[str]:
-    """A section as a field: its sentences, and between them the tables that are indented otherwise."""
+    """A section as a field: its sentences, and between them its tables, which have another indent."""
     parts: list[str] = []
     for is_text, run in groupby(lines, key=lambda line: re.match(rf" {{{HANGING}}}\S", line) is not None):
         part = list(run)
@@ -75,7 +75,7 @@ def _field(name: str, lines: list[str], arguments: Collection[str]) -> list[str]
 
 
 def _rows(lines: list[str], arguments: Collection[str]) -> list[str]:
-    """A table of a name and a text in columns, as a list; nothing if these lines are no such table."""
+    """A table with columns for a name and a text, as a list; empty if the lines are not such a table."""
     first = ROW.match(lines[0])
     if first is None:
         return []
@@ -115,10 +115,10 @@ def _box(lines: list[str]) -> list[str]:
 
 
 def _prose(lines: list[str], arguments: Collection[str]) -> str:
-    """One long line; between backticks links or code, and of the rest nothing that is markup."""
+    """One long line: text in backticks becomes a link or code, and markup in the rest is escaped."""
     parts = re.split(r"(`[^`]+`)", " ".join(line.strip() for line in lines))
     text = "".join(_code(part[1:-1], arguments) if index % 2 else _escaped(part) for index, part in enumerate(parts))
-    return text if text[0] in ":`\\" else f"\\{text}"  # no list or heading by its first character
+    return text if text[0] in ":`\\" else f"\\{text}"  # its first character may not begin a list or a heading
 
 
 def _code(text: str, arguments: Collection[str]) -> str:

@@ -2,9 +2,9 @@
 
 `Errors:` where the function, or one of ours that it reaches, raises; `Cost:` where it reaches a collective; a spec
 string where it takes both tensors and ranks; every argument by its name, here or, if many functions of a package have
-it, in the package's docstring. What is reached is read from the source: names that lead to our own functions,
-constructors and autograd Functions. A contract counts as a raise and as a spec string. Methods of a value made at run
-time are not followed, so that the rule asks for too little there, never for too much.
+it, in the package's docstring. A function reaches the functions, constructors and autograd Functions of ours that its
+source names. A contract counts as a raise and as a spec string. Methods of a value made at run time are not followed:
+there the rule asks for too little, never for too much.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PRODUCTION = "torch_impl"
 ROOT = Path(__file__).resolve().parents[1]
 HOMES = [f"{PRODUCTION}.{path.parent.name}" for path in sorted((ROOT / PRODUCTION).glob("*/__init__.py"))]
 HOMES += ["torch_impl.pipelining.functional"]
-SENT = {
+COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
     *("all_to_all", "all_to_all_single", "isend", "irecv", "send", "recv", "batch_isend_irecv", "scatter", "barrier"),
     *("fully_shard", "replicate", "parallelize_module", "distribute_tensor"),
 }
-SENT_BY_METHODS = {"full_tensor", "redistribute"}  # of DTensors, which are values and cannot be followed
+COLLECTIVE_METHODS = {"full_tensor", "redistribute"}  # of DTensors, which are values and cannot be followed
 SPEC = re.compile(r'"[^"\n]*"')
 RANKS = ("ProcessGroup", "DeviceMesh", "MeshView")
 
@@ -46,25 +46,27 @@ def exported(home: str) -> dict[str, Any]:
 
 
 def missing(public: Any) -> list[str]:
-    """The items that the docstring of a function or class lacks; for a class, of its constructor and public methods."""
+    """The items that a docstring lacks: of a function, or of a class with its constructor and public methods."""
     if not inspect.isclass(public):
-        return _of_call(public, inspect.getdoc(public), _arguments(public), [public])
+        return _missing_items(public, inspect.getdoc(public), _arguments(public), [public])
     if issubclass(public, torch.autograd.Function):
         parts = [inspect.unwrap(public.forward), inspect.unwrap(public.backward)]
-        return _of_call(public, inspect.getdoc(public), _arguments(parts[0])[1:], parts)
+        return _missing_items(public, inspect.getdoc(public), _arguments(parts[0])[1:], parts)
     in_methods = [f"{name}: {problem}" for name, method in _methods(public) for problem in missing(method)]
     constructor = public.__dict__.get("__init__")
     if is_dataclass(public) or getattr(constructor, "__module__", "") != public.__module__:
         constructor = None  # a dataclass shows its fields itself; a protocol's constructor is Python's
     text = "\n".join(filter(None, (public.__doc__, getattr(constructor, "__doc__", None))))
     return (
-        _of_call(public, text, _arguments(constructor)[1:] if constructor else [], [constructor] if constructor else [])
+        _missing_items(
+            public, text, _arguments(constructor)[1:] if constructor else [], [constructor] if constructor else []
+        )
         + in_methods
     )
 
 
 def repeats_specs(public: Any) -> bool:
-    """Whether the docstring of a contracted function says the specs again that the manual prints from its signature."""
+    """Whether the docstring of a contracted function repeats the specs, which the manual prints from its signature."""
     specs = spec_line(public)
     lines = (inspect.getdoc(public) or "").splitlines()
     return bool(specs) and any(line.startswith("    ") and SPEC.search(line) and "->" in line for line in lines)
@@ -76,7 +78,9 @@ def contracted(home: str) -> dict[str, Any]:
     for name, public in exported(home).items():
         methods = vars(public).items() if inspect.isclass(public) else ()
         parts = {f"{name}.{method}": getattr(each, "__func__", each) for method, each in methods if method[0] != "_"}
-        parts = {key: each for key, each in parts.items() if not key.endswith(".forward")}  # said by the class
+        parts = {
+            key: each for key, each in parts.items() if not key.endswith(".forward")
+        }  # the class's docstring has it
         stated |= {key: each for key, each in {name: public, **parts}.items() if contract_of(each) is not None}
     return stated
 
@@ -84,7 +88,7 @@ def contracted(home: str) -> dict[str, Any]:
 def _methods(public: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, value in vars(public).items():
         method = getattr(value, "__func__", getattr(value, "fget", value))
-        is_hook = issubclass(public, torch.nn.Module) and name == "forward"  # said by the class
+        is_hook = issubclass(public, torch.nn.Module) and name == "forward"  # the class's docstring has it
         if inspect.isfunction(method) and not name.startswith("_") and not is_hook:
             yield name, method
 
@@ -93,7 +97,7 @@ def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(inspect.unwrap(function)).parameters.values())
 
 
-def _of_call(
+def _missing_items(
     public: Any, doc: str | None, arguments: list[inspect.Parameter], starts: list[Callable[..., Any]]
 ) -> list[str]:
     if not doc or not doc.strip():
@@ -124,14 +128,14 @@ def _raises(function: Callable[..., Any]) -> bool:
 
 
 def _sends(function: Callable[..., Any]) -> bool:
-    """Whether it calls a collective of torch's, or a method that is one."""
+    """Whether the function calls a collective of torch, or a method that sends."""
     for node in ast.walk(_tree(function)):
-        if isinstance(node, ast.Attribute) and node.attr in SENT_BY_METHODS:
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVE_METHODS:
             return True
         if isinstance(node, (ast.Attribute, ast.Name)):
             value = _value(node, function, {})
-            of_torch = str(getattr(value, "__module__", "")).startswith("torch.distributed")
-            if of_torch and getattr(value, "__name__", "") in SENT:
+            is_torch = str(getattr(value, "__module__", "")).startswith("torch.distributed")
+            if is_torch and getattr(value, "__name__", "") in COLLECTIVES:
                 return True
     return False
 
@@ -164,7 +168,7 @@ def _called(value: Any) -> list[Callable[..., Any]]:
 
 
 def _value(node: ast.expr, function: Callable[..., Any], local: dict[str, Any]) -> Any:
-    """The value of a name or a dotted name in the function's module; None where only running could tell."""
+    """The value of a name or a dotted name in the function's module; None if only a run could tell."""
     if isinstance(node, ast.Name):
         return local.get(node.id, function.__globals__.get(node.id))
     if isinstance(node, ast.Attribute):
@@ -179,7 +183,7 @@ def _local_imports(function: Callable[..., Any]) -> dict[str, Any]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PRODUCTION):
             try:
                 module = import_module(node.module or "")
-            except ImportError:  # of an optional package, as Triton's kernels are
+            except ImportError:  # an optional package is absent, such as Triton
                 continue
             imports |= {alias.asname or alias.name: getattr(module, alias.name, None) for alias in node.names}
     return imports

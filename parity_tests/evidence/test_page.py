@@ -1,4 +1,4 @@
-"""The common parts of the pages: the form of a table, of the line on the origin, and of the sections."""
+"""The common parts of the pages: tables, the line on the origin, and sections."""
 
 import re
 

@@ -1,8 +1,8 @@
 """A training step as a scheme: the parameters of a decoder as inputs, the mean loss as output.
 
-A step leaves gradients on a model and returns none, so one autograd function stands between: forward it builds
-the model of the given values, shards it over the mesh and computes the loss of this rank's tokens; backward it runs the
-model's own and returns each parameter's full gradient.
+A step leaves gradients on a model and returns none, so an autograd function wraps it. Its forward builds a model with
+the given values, shards it over the mesh and computes the loss of this rank's tokens. Its backward runs the backward of
+the model and returns each parameter's full gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Parallelize = Callable[..., nn.Module]
 
 
 def specs(chosen: Chosen, axes: Sequence[str]) -> dict[str, Any]:
-    """The parameters as a tree of specs: whole on each rank, and so are their gradients."""
+    """The parameters as a tree of specs; each rank has whole parameters and whole gradients."""
     types, letters, tree = " ".join(f"{axis}=I" for axis in axes), _letters(chosen), {}
     for name, shape in _shapes(chosen).items():
         *folders, leaf = name.split(".")
@@ -43,7 +43,7 @@ def dims(chosen: Chosen) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_counts(chosen: Chosen, ranks: int) -> tuple[int, int, int]:
-    """Numbers in the blocks and in the rest, first dims rounded up to multiples of the ranks; and of parameters."""
+    """Elements in the blocks and in the rest, with first dims rounded up to multiples of `ranks`; and parameters."""
     shapes = _shapes(chosen)
     padded = {name: -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for name, shape in shapes.items()}
     blocks = sum(size for name, size in padded.items() if ".layers." in name)
@@ -59,7 +59,7 @@ def mean_loss(
     tokens = all_reduce((targets >= 0).sum(), axes.loss_mesh.get_group(), out="R")
 
     def local_loss(*values: Tensor) -> tuple[nn.Module, list[Tensor]]:
-        model = parallelize(_filled(chosen, dict(zip(leaves, values, strict=True))), mesh.device_mesh)
+        model = parallelize(_model_with(chosen, dict(zip(leaves, values, strict=True))), mesh.device_mesh)
         parts = zip(ids.chunk(microbatches), targets.chunk(microbatches), strict=True)
         return model, [summed_loss(model(input_ids=i).logits, t) / tokens for i, t in parts]
 
@@ -67,9 +67,9 @@ def mean_loss(
 
 
 def reduced_loss(axes: MeshAxes, values: Mapping[str, Tensor], local_loss: Callable[..., Any]) -> Tensor:
-    """The sum of the data ranks' losses, a function of the parameters, here by the names that the model has for them.
+    """The sum of the data ranks' losses, a function of the parameters; `values` has them by their names in the model.
 
-    `local_loss` takes their values, and returns a parallelized model and its losses, one for each microbatch.
+    `local_loss` takes the values, and returns a parallelized model and its losses, one for each microbatch.
     """
     addend = _Step.apply(local_loss, tuple(values), axes.data_size, *values.values())
     return all_reduce(addend, axes.loss_mesh.get_group(), out="I")
@@ -95,11 +95,11 @@ class _Step(torch.autograd.Function):
 
 
 def _full_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of the full parameter, 0 if none was left on it."""
+    """The gradient of the full parameter; zeros if it has none."""
     return torch.zeros(parameter.shape) if parameter.grad is None else to_cpu(parameter.grad)
 
 
-def _filled(chosen: Chosen, values: Mapping[str, Tensor]) -> Any:
+def _model_with(chosen: Chosen, values: Mapping[str, Tensor]) -> Any:
     """The model with these values, in their dtype."""
     dtype = next(iter(values.values())).dtype
     with torch.random.fork_rng(devices=[]):
@@ -115,7 +115,7 @@ def _shapes(chosen: Chosen) -> dict[str, tuple[int, ...]]:
 
 
 def _letters(chosen: Chosen) -> dict[int, str]:
-    """A letter for each size; of two dims that are as large the first has it."""
+    """A letter for each size; two dims of equal size have the letter of the first."""
     config = chosen.config
     heads, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     named = {"v": config.vocab_size, "d": config.hidden_size, "i": config.intermediate_size, "h": heads, "g": keys}

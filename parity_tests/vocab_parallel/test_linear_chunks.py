@@ -1,4 +1,4 @@
-"""Chunks of logits: how many are alive, their sum, and the work that is left out when no gradient is needed."""
+"""Chunks of logits: the number alive at once, sums over chunks, and work that is left out without a gradient."""
 
 import weakref
 
@@ -19,7 +19,7 @@ def on_ranks(body, tp=2):
     return run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 1, "tp": tp})).results
 
 
-def scored(mesh, hidden, weight, target, chunk_size=None, **options):
+def scores(mesh, hidden, weight, target, chunk_size=None, **options):
     rows = len(weight)
     start = mesh.rank("tp") * rows
     return vp.ChunkedDistributedHiddenStatesToLogprobs.apply(
@@ -28,7 +28,7 @@ def scored(mesh, hidden, weight, target, chunk_size=None, **options):
 
 
 def tensors(s, b, v, d, dtype=torch.float32):
-    """Hidden states, a rank's weight, and targets of two ranks."""
+    """Hidden states, one rank's weight, and targets in the vocabulary of two ranks."""
     hidden = torch.linspace(-2, 3, s * b * d, dtype=torch.float64).sin().view(s, b, d)
     weight = torch.linspace(-3, 2, v * d, dtype=torch.float64).cos().view(v, d)
     target = (torch.arange(b * s) * 7 % (2 * v)).view(b, s)
@@ -60,13 +60,13 @@ class Alive(TorchDispatchMode):
 
 
 def test_one_chunk_of_logits_is_alive_and_no_more():
-    """A chunk in the input dtype and as much in float32 again, of four that there are."""
+    """There are four chunks; one is alive in the input dtype, and perhaps a second time in float32."""
     v, s, chunk = 8192, 1024, 256
 
     def body(mesh, case):
         hidden, weight, target = tensors(s, 1, v, 2)
         with Alive(v) as forward:
-            y = scored(mesh, hidden, weight, target, chunk)
+            y = scores(mesh, hidden, weight, target, chunk)
         with Alive(v) as backward:
             torch.autograd.grad(y, [hidden, weight], torch.ones_like(y))
         return forward.most, backward.most
@@ -97,7 +97,7 @@ def test_logits_that_take_no_more_than_the_weight_are_not_computed_again(s, b, d
     def body(mesh, case):
         hidden, weight, target = tensors(s, b, 7, d)
         with Products() as forward:
-            y = scored(mesh, hidden, weight, target, chunk_size)
+            y = scores(mesh, hidden, weight, target, chunk_size)
         with Products() as backward:
             y.sum().backward()
         return forward.count, backward.count
@@ -107,12 +107,12 @@ def test_logits_that_take_no_more_than_the_weight_are_not_computed_again(s, b, d
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_second_backward_computes_saved_logits_again(frozen):
-    """The first one overwrites them."""
+    """The first backward overwrites them."""
 
     def body(mesh, case):
         leaves = list(tensors(3, 2, 7, 8, torch.float64))
         leaves[frozen] = leaves[frozen].detach()
-        y = scored(mesh, *[leaves[i] for i in (0, 1, 2)])
+        y = scores(mesh, *[leaves[i] for i in (0, 1, 2)])
         g = torch.linspace(-1, 2, 6, dtype=y.dtype).view(2, 3)
         first, second = (torch.autograd.grad(y, leaves[1 - frozen], g, retain_graph=True)[0] for _ in range(2))
         return torch.equal(first, second), bool(first.abs().sum() > 0)
@@ -128,7 +128,7 @@ def test_a_frozen_weight_or_frozen_states_make_no_buffer():
         for frozen in (0, 1):
             leaves = list(tensors(s, 2, v, d))
             leaves[frozen] = leaves[frozen].detach()
-            y = scored(mesh, *leaves, 2)
+            y = scores(mesh, *leaves, 2)
             with Alive(v) as backward:
                 y.sum().backward()
             results.append((backward.shapes, leaves[frozen].grad, leaves[1 - frozen].grad is not None))
@@ -142,19 +142,19 @@ def test_a_frozen_weight_or_frozen_states_make_no_buffer():
 def test_frozen_states_need_no_collective_back():
     def body(mesh, case):
         hidden, weight, target = tensors(6, 2, 7, 5)
-        scored(mesh, hidden.detach(), weight, target, 2).sum().backward()
+        scores(mesh, hidden.detach(), weight, target, 2).sum().backward()
 
     ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2}))
     assert [(row.op, row.phase) for row in ranks.ledger.rows] == [("all_gather", "fwd")] * 2
 
 
 def test_a_sum_of_many_chunks_loses_no_term():
-    """1,024 terms of a half, which bfloat16 would stop counting at 128."""
+    """The sum has 1,024 terms of 0.5; in bfloat16 it would stop growing at 128."""
 
     def body(mesh, case):
         hidden = torch.ones(1024, 1, 1, dtype=torch.bfloat16)
         weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-        scored(mesh, hidden, weight, torch.zeros(1, 1024, dtype=torch.int64), 1).sum().backward()
+        scores(mesh, hidden, weight, torch.zeros(1, 1024, dtype=torch.int64), 1).sum().backward()
         return weight.grad.flatten().tolist()
 
     assert on_ranks(body, tp=1) == ([512.0, -512.0],)
@@ -162,7 +162,7 @@ def test_a_sum_of_many_chunks_loses_no_term():
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 64, None])
 def test_many_small_chunks_are_as_good_as_one(chunk_size):
-    """The same case, hence the same budget, for d weight as the sum of 64 terms and of one."""
+    """The case and so the budget are the same, whether d weight is a sum over 64 chunks or one product."""
     case = linear_logprobs.case(tp=2, s=64, b=1, d=3, v=8, dtype="bfloat16", seed=5, chunk_size=chunk_size)
     verify_case(linear_logprobs, case).raise_if_failed()
 

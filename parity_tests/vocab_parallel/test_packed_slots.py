@@ -1,4 +1,4 @@
-"""The rejections of a packed stream, and the places of its slots."""
+"""The rejections of a packed stream, and the positions of its slots."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IDS = (torch.arange(24) % 3)[None]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3])
-def test_slots_are_the_layout_read_three_ways(cp):
+def test_slots_agree_with_the_layout(cp):
     offsets = [0, 4 * cp, 4 * cp, 6 * cp, 12 * cp]
     slots = packed_slots(torch.tensor(offsets), None, cp, torch.device("cpu"))
     for rank, positions in enumerate(reference(offsets[-1], cp, offsets)):
@@ -74,7 +74,7 @@ REJECTED = [
     (
         lambda m: packed(m, real=[0, 8, 17]),
         ValueError,
-        "cu_seqlens gives sequence 1 9 tokens but its padded slot has 8",
+        "cu_seqlens has 9 tokens for sequence 1 but its padded slot has 8",
     ),
     (lambda m: packed(m, [0, 8, 20]), ValueError, "cu_seqlens_padded ends at 20 but target covers 16"),
     (

@@ -47,11 +47,11 @@ def reinterpret(
     the ranks' tensors; R -> P and I -> P n times x, for n ranks.
     Backward: from I, the cotangents are addends, and the gradient is their sum. R -> I: the cotangent on rank 0 and
     zeros elsewhere, since the gradient of an R is a sum. Otherwise the cotangent.
-    I -> R is what Megatron calls `copy_to_tensor_model_parallel_region`: the ranks use one value for their shares.
+    Megatron calls I -> R `copy_to_tensor_model_parallel_region`: the ranks use one value for their shares of work.
 
     Cost:   forward none: the result shares the memory of x; backward 1 all_reduce of x from I, bfloat16 and float16
             as float32, and none otherwise. Saves nothing.
-    Errors: TypeError if group is not a ProcessGroup; ValueError for types between which no tensor can stay as it is.
+    Errors: TypeError if group is not a ProcessGroup; ValueError for equal types and for a change by a collective.
     Source: the names follow meta-pytorch/spmd_types 0.3.1.
     """
     change = _change(src, dst)
@@ -60,7 +60,7 @@ def reinterpret(
     return _as_invariant(x, group) if change == "R -> I" else _Same.apply(x)
 
 
-# convert: what the ranks' tensors mean stays
+# convert: the full value stays
 @contract
 def convert(
     x: ShardedNumber[Tensor, "..."],

@@ -45,7 +45,7 @@ def get_train_context(
     enable_compiled_autograd: bool,
     cp_context: OneContext | None = None,
 ) -> Callable[[], AbstractContextManager[None]]:
-    """A factory of the context of one step: loss parallelism, compiled autograd, fused attention, context parallelism.
+    """A factory for the context of a step: loss parallelism, compiled autograd, fused attention, context parallelism.
 
     `enable_loss_parallel` enters torch's `loss_parallel`, `enable_compiled_autograd` its compiled autograd. Enabled
     contexts are entered in this order and left in reverse, even if the step raises. With a `cp_context`, a context
@@ -53,8 +53,8 @@ def get_train_context(
     number of times.
 
     Cost:   no collective.
-    Errors: TypeError for a wrong type; on entering, RuntimeError if `cp_context` can be entered only once and was, or
-            is already entered.
+    Errors: TypeError for a wrong type; on entering, RuntimeError if `cp_context` is entered already, or if it was
+            entered before and can be entered only once.
     """
     entered = Entries(cp_context)
 
@@ -232,7 +232,7 @@ class SequenceContext:
 def _buffer_problems(
     buffers: Sequence[Tensor], dims: Sequence[int], unrestored: set[int], cp_size: int
 ) -> Iterator[str]:
-    """Why a context cannot shard these buffers. Each rule relies on the rules before it."""
+    """The reasons why a context cannot shard these buffers. Each check relies on the checks before it."""
     # 1. The collections must fit each other.
     if len(dims) != len(buffers):
         yield f"cp_seq_dims has {len(dims)} entries for {len(buffers)} buffers; give one for each"
@@ -266,7 +266,7 @@ def torch_rotate_method() -> str:
 
 
 def _unfit(buffer: Tensor) -> str | None:
-    """Why a tensor cannot be given other memory, or None."""
+    """The reason why a tensor cannot get other memory, or None."""
     if isinstance(buffer, nn.Parameter):
         return "is an nn.Parameter"
     if buffer.requires_grad:

@@ -189,7 +189,8 @@ def why_not_offsets(
         )
     real_lengths = lengths if real is None else real.diff()
     for j in first(real_lengths > lengths):
-        return f"cu_seqlens gives sequence {j} {int(real_lengths[j])} tokens but its padded slot has {int(lengths[j])}"
+        tokens, slot = int(real_lengths[j]), int(lengths[j])
+        return f"cu_seqlens has {tokens} tokens for sequence {j} but its padded slot has {slot}"
     if padded[-1] > covered:
         return f"cu_seqlens_padded ends at {int(padded[-1])} but {by} covers {covered}"
     return None

@@ -1,4 +1,4 @@
-"""One rank of the comparison with peers: the arms, each first compared with its budgets, then timed in turn.
+"""One rank of the comparison with peers: compares each arm with its budgets, then times the arms in turn.
 
 Run as `python -m parity_tests.evidence.benchmarks.arms RANK FOLDER`; no JAX is loaded here. The folder holds the
 parent's inputs and references, and takes this rank's findings. Budgets are for the parent's sizes. The timed inputs are
@@ -62,7 +62,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def _not_timed(topic: str, dtype: str) -> str | None:
-    """Why the arms of this topic are not timed in this dtype on this CPU.
+    """The reason why the arms of this topic are not timed in this dtype on this CPU; None if they are.
 
     Without AVX-512, torch multiplies bfloat16 matrices at 0.4 GFLOP/s in a backward, 50 times slower than in float32: a
     round of the arms takes half an hour, and compares torch's fallback with itself.
@@ -73,7 +73,7 @@ def _not_timed(topic: str, dtype: str) -> str | None:
 
 
 def _drawn(s: int, v: int, d: int | None = None) -> dict[str, Tensor]:
-    """Logits, or hidden states and weight with d; targets and cotangents of all tokens. Equal on all ranks."""
+    """Targets and cotangents of all tokens, with logits, or with hidden states and a weight if d is given."""
     generator = torch.Generator().manual_seed(0)
     arrays = {"target": torch.randint(v, (1, s), generator=generator)}
     arrays["cotangent"] = torch.randn(1, s, generator=generator)
@@ -84,7 +84,7 @@ def _drawn(s: int, v: int, d: int | None = None) -> dict[str, Tensor]:
 
 
 def _inputs(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch.dtype) -> ArmInputs:
-    """A rank's part of the logits is columns, and its part of the weight is rows."""
+    """The inputs of one rank, which has columns of the logits or rows of the weight."""
     has_head = "weight" in arrays
     full = arrays["weight" if has_head else "logits"].to(dtype)
     local = full.chunk(WORLD, 0 if has_head else -1)[rank].contiguous()
@@ -101,7 +101,7 @@ def _compared(
     for name, arm in running.items():
         results[name] = {"ratio": _worst(arm(_fresh(inputs)), arrays, rank)}
         if name not in COMPILED:
-            results[name] |= _sent_and_kept(arm, inputs)
+            results[name] |= _traffic_and_memory(arm, inputs)
         if name.startswith("ours"):
             fresh = _fresh(timed)
             results[name]["operations"] = costliest(lambda arm=arm, fresh=fresh: arm(fresh))
@@ -143,8 +143,8 @@ def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float
     return worst
 
 
-def _sent_and_kept(arm: Arm, inputs: ArmInputs) -> dict[str, Any]:
-    """Collectives and bytes of one run, and the live memory of another in parts of this rank's part."""
+def _traffic_and_memory(arm: Arm, inputs: ArmInputs) -> dict[str, Any]:
+    """Collectives and bytes of one run, the most live memory of another, and the size of this rank's part."""
     recorded, measured = _fresh(inputs), _fresh(inputs)
     with Recorder() as recorder:
         arm(recorded)

@@ -1,4 +1,4 @@
-"""The index of built-in schemes equals an import's result, for these sources only, and never gets in the way."""
+"""The index of built-in schemes equals the result of an import, is valid for these sources only, and never fails."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def few_pictures(monkeypatch):
-    """All of them take three seconds."""
+    """One picture for each scheme, since all pictures take three seconds."""
     monkeypatch.setattr(declared_pictures, "declared_pictures", lambda scheme: {"tp=2": f"drawn: {scheme.name}"})
 
 
@@ -88,7 +88,7 @@ def test_other_sizes_have_no_stored_picture(cache):
         assert scheme_index.stored_picture(name, sizes) is None
 
 
-def test_a_terminal_sees_how_far_the_index_is(monkeypatch, capsys):
+def test_a_terminal_shows_the_progress_of_the_index(monkeypatch, capsys):
     component = scheme_index.ROOT / "parity_tests" / "vocab_parallel"
     monkeypatch.setattr(discover, "component_folders", lambda: [component])
     scheme_index.entries()
@@ -102,7 +102,7 @@ def test_a_terminal_sees_how_far_the_index_is(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_failed_import_stores_no_index(cache, monkeypatch):
-    """A process with a hidden package, or that looks for schemes elsewhere, leaves no index for the next."""
+    """A process without a package, or with schemes from elsewhere, stores no index for the next process."""
     monkeypatch.setattr(discover, "left_out", lambda: {"test_hf_plan.py": "needs torch; pip install it"})
     assert scheme_index.entries() and not cache.exists()
     monkeypatch.setattr(discover, "built_in", list)
@@ -110,16 +110,16 @@ def test_a_failed_import_stores_no_index(cache, monkeypatch):
     assert scheme_index.entries() == [] and not cache.exists()
 
 
-OF_ANOTHER_VERSION = '{"schemes": [{"key": "of another version"}], "pictures": {}}'
+ANOTHER_VERSION = '{"schemes": [{"key": "of another version"}], "pictures": {}}'
 NO_SCHEMES = '{"schemes": [], "pictures": {}}'
 
 
-DAMAGED = ["", "[{", "[]", "5", "[" * 200_000, NO_SCHEMES, OF_ANOTHER_VERSION, "\x00\xff"]
+DAMAGED_TEXTS = ["", "[{", "[]", "5", "[" * 200_000, NO_SCHEMES, ANOTHER_VERSION, "\x00\xff"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", slow_but(["[{", OF_ANOTHER_VERSION], DAMAGED), ids=len)
-def test_a_damaged_index_is_made_anew(text, cache, few_pictures):
+@pytest.mark.parametrize("text", slow_but(["[{", ANOTHER_VERSION], DAMAGED_TEXTS), ids=len)
+def test_a_damaged_index_is_rebuilt(text, cache, few_pictures):
     expected = scheme_index.entries()
     for file in cache.iterdir():
         file.write_text(text)
@@ -144,7 +144,7 @@ def test_a_changed_source_has_another_index(cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_pictures_that_are_no_text_are_made_anew(cache, few_pictures):
+def test_pictures_that_are_not_text_are_rebuilt(cache, few_pictures):
     expected = scheme_index.entries()
     (file,) = cache.iterdir()
     index = json.loads(file.read_text())
@@ -156,7 +156,7 @@ def test_pictures_that_are_no_text_are_made_anew(cache, few_pictures):
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_costs_time_alone(cache, monkeypatch, few_pictures):
+def test_an_unwritable_folder_costs_only_time(cache, monkeypatch, few_pictures):
     expected = scheme_index.entries()
     for file in cache.iterdir():
         file.unlink()
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(cache, monkeypatch, fe
 
 
 @pytest.mark.slow
-def test_a_few_old_ones_are_kept(cache, few_pictures):
+def test_a_few_old_indexes_are_kept(cache, few_pictures):
     cache.mkdir()
     for number in range(scheme_index.MAX_FILES + 3):
         file = cache / f"schemes-{number:016x}.json"

@@ -1,4 +1,4 @@
-"""Inputs that a function takes and never applies, which no number and no small edit tells."""
+"""Inputs that a function takes but never uses; neither numbers nor small edits show them."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def with_a_sink(x, sink):
         ),
     ],
 )
-def test_an_input_that_is_never_applied_is_named_before_a_place(inputs, reference, draw):
+def test_an_unused_input_is_named_before_a_place(inputs, reference, draw):
     (note,) = notes_on(lambda mesh, x, unused: x / 2, reference, inputs, draw)
     assert note == f"{UNUSED}unused, as the reference's do"
 
@@ -51,13 +51,13 @@ def test_a_note_on_a_cause_stays_first():
     assert notes_on(lambda mesh, x, unused: x / 2, reference, inputs, draw, note=cause) == [str(cause)]
 
 
-def test_an_input_that_is_applied_wrongly_is_not_named():
+def test_an_input_that_is_used_wrongly_is_not_named():
     inputs, draw = {"x": "b v/tp", "w": "b"}, {"w": values("normal")}
     for function in (lambda mesh, x, w: x * w[:, None] * 3, lambda mesh, x, w: (x * w[:, None]).cos()):
         assert notes_on(function, lambda x, w: jax.nn.relu(x) * w[:, None], inputs, draw) == [str(NOWHERE)]
 
 
-def test_a_result_that_follows_from_nothing_names_no_input():
+def test_a_constant_result_names_no_input():
     inputs, draw = {"x": "b v/tp", "w": "b"}, {"w": values("normal")}
     result = notes_on(lambda mesh, x, w: 0 * x, lambda x, w: x * w[:, None], inputs, draw)
     assert result == [str(NOWHERE)]
@@ -69,7 +69,7 @@ def test_an_input_that_is_only_summed_is_not_named():
     assert notes_on(lambda mesh, x, n: x * n.sum(), reference, inputs, draw) == [str(NOWHERE)]
 
 
-def test_an_input_of_one_output_alone_is_named_for_the_other():
+def test_an_input_that_one_output_uses_is_named_for_the_other():
     def reference(x, sink):
         return x * sink[:, None], with_a_sink(x, sink)
 
@@ -79,7 +79,7 @@ def test_an_input_of_one_output_alone_is_named_for_the_other():
     assert note == f"out[1]{UNUSED_HERE}sink, as the reference's does"
 
 
-def test_borders_of_sequences_that_are_never_read_are_named():
+def test_unread_borders_of_sequences_are_named():
     inputs, draw = {"x": "b v/tp", "cu": "n"}, {"cu": offsets("b", empty=False)}
     (note,) = notes_on(lambda mesh, x, cu: x, lambda x, cu: x * cu[1].astype(x.dtype), inputs, draw, seed=3)
     assert note == f"{UNUSED}cu, as the reference's do"

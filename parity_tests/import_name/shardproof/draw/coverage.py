@@ -1,10 +1,9 @@
-"""Which pairs the examples of a scheme have: each listed size or option on each mesh and in each dtype, and each option
-with each other one.
+"""Plan examples that cover all pairs: a listed size or option with a mesh or a dtype, and an option with another.
 
-A wrong order of repeated heads may show for g=2 on cp=4 alone, a sum in bfloat16 for m=32 alone, a wrong scale of sinks
-for a scale of the caller's alone. Independent draws leave such pairs out, so the first choices of `verify`'s examples
-follow a plan until each pair was drawn. Of places with as many new pairs, one without a local size of 1 comes first:
-with 1, many mistakes do not show.
+A wrong order of repeated heads may show for g=2 on cp=4 only, a sum in bfloat16 for m=32 only, a wrong scale of sinks
+for a scale of the caller only. Independent draws leave such pairs out, so the first choices of `verify`'s examples
+follow a plan until each pair was drawn. Among places with equally many new pairs, one without a local size of 1 comes
+first: a size of 1 hides many mistakes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Pair = tuple[str, str]  # a size, an option or a mesh, and where: ("g=2", "on cp
 # option and another: ("scale=2.0", "with sinks=True")
 WITH = "with "
 ABOVE_1 = "at sizes above 1"  # on several ranks
-Place = tuple[int, int]  # of a mesh, and of one of its shapes
+Place = tuple[int, int]  # the index of a mesh, and of one of its shapes
 
 
 def plan(
@@ -41,10 +40,10 @@ def plan(
     world: int | None = None,
     limit: int,
 ) -> list[list[Choice]]:
-    """The first choices of `count` examples or fewer, each with as many pairs as possible that none before it has.
+    """The first choices of `count` examples or fewer, each with as many new pairs as possible.
 
     They are the choices of `draw_case`: mesh, shape, options, dtype. The first example has none: it is the simplest.
-    Errors: as of draw_case.
+    Errors: see `draw_case`.
     """
     search = _Search(scheme, fixed, dtype, world, limit)
     missing = search.possible() - search.simplest()
@@ -57,7 +56,7 @@ def plan(
         options = search.options(place, missing, rng)
         chosen_dtype = search.dtype(place, options, missing, rng)
         drawn = search.drawn(place, options, chosen_dtype)
-        if not drawn & missing:  # in no combination with the place that has the most
+        if not drawn & missing:  # no example has the missing pairs of the place with the most
             missing -= search.pairs[place]
             continue
         missing -= drawn
@@ -74,7 +73,7 @@ def pairs_not_drawn(
     world: int | None = None,
     limit: int,
 ) -> list[str]:
-    """The pairs that could have been drawn and that no case has, as "g=2 on cp=4". Errors: as of draw_case."""
+    """The possible pairs that no case has, as "g=2 on cp=4". Errors: see `draw_case`."""
     search = _Search(scheme, fixed, dtype, world, limit)
     missing = search.possible()
     for case in cases:
@@ -95,7 +94,7 @@ class _Search:
     choices: MeshChoices = field(init=False)
     given: dict[str, Any] = field(init=False)
     pairs: dict[Place, set[Pair]] = field(init=False)
-    general: set[Place] = field(init=False)  # without a size that is the smallest on its mesh, of several ranks
+    general: set[Place] = field(init=False)  # on several ranks, and no size is the smallest on its mesh
 
     def __post_init__(self) -> None:
         self.choices, self.given = mesh_choices(self.scheme, self.fixed, self.world, self.limit)
@@ -130,13 +129,13 @@ class _Search:
         dtypes: Sequence[str],
     ) -> set[Pair]:
         where = sizes_text(mesh)
-        of_options = {f"{name}={chosen[name]}" for chosen in options for name in self.listed if name in chosen}
-        words = {words for _, words in features(self.scheme, shape, mesh)} | of_options
+        option_words = {f"{name}={chosen[name]}" for chosen in options for name in self.listed if name in chosen}
+        words = {words for _, words in features(self.scheme, shape, mesh)} | option_words
         found = {(word, f"on {where}") for word in words} if len(self.choices.fits) > 1 or words else set[Pair]()
         if len(self.dtypes) > 1:
             found |= {(word, f"in {dtype}") for word in (*words, where) for dtype in dtypes}
         if self.is_general(mesh, shape):
-            found |= {(word, ABOVE_1) for word in of_options}
+            found |= {(word, ABOVE_1) for word in option_words}
         return found
 
     def is_general(self, mesh: Mapping[str, int], shape: Mapping[str, int]) -> bool:
@@ -168,7 +167,7 @@ class _Search:
         chosen: dict[str, Any] = dict(self.given)
         left = [name for name in self.scheme.all_options if name not in chosen]
         rng.shuffle(left)
-        # The option that most pairs lack comes first, then each value by its pairs with those that are chosen already.
+        # The option with the most missing pairs comes first; the others are chosen for their new pairs with it.
         lacking = self.lacking(mesh, missing)
         left.sort(key=lambda name: -max(lacking[f"{name}={value}"] for value in self.scheme.all_options[name]))
         for name in left:
@@ -179,11 +178,11 @@ class _Search:
         return chosen
 
     def lacking(self, mesh: Mapping[str, int], missing: set[Pair]) -> Counter[str]:
-        """The number of missing pairs on a mesh that have each size or option."""
+        """For each size or option, the number of missing pairs on a mesh that have it."""
         here = {f"on {sizes_text(mesh)}", ABOVE_1, *(f"in {dtype}" for dtype in self.dtypes)}
         own = [word for word, where in missing if where in here]
-        of_two = [(word, where.removeprefix(WITH)) for word, where in missing if where.startswith(WITH)]
-        return Counter([*own, *itertools.chain(*of_two)])
+        both = [(word, where.removeprefix(WITH)) for word, where in missing if where.startswith(WITH)]
+        return Counter([*own, *itertools.chain(*both)])
 
     def dtype(self, place: Place, options: Mapping[str, Any], missing: set[Pair], rng: Generator) -> str:
         order = [self.dtypes[i] for i in rng.permutation(len(self.dtypes))]
@@ -194,7 +193,7 @@ class _Search:
         return self.pairs_of(mesh, fits[place[1]], [options], [dtype]) | self.pairs_of_options(options)
 
     def choices_of(self, place: Place, options: Mapping[str, Any], dtype: str) -> list[Choice]:
-        """The places at which `draw_case` finds these in its menus."""
+        """The indices of these in the menus of `draw_case`."""
         mesh, fits = self.choices.fits[place[0]]
         names = iter(self.scheme.all_options)
         option_places: list[Choice] = []
@@ -207,5 +206,5 @@ class _Search:
             return menu[option_places[-1].place]
 
         option_choices(self.scheme, mesh, fits[place[1]], self.given, choose)
-        of_dtype = [] if self.given_dtype else [Choice(self.dtypes.index(dtype))]
-        return [*map(Choice, place), *option_places, *of_dtype]
+        dtype_choice = [] if self.given_dtype else [Choice(self.dtypes.index(dtype))]
+        return [*map(Choice, place), *option_places, *dtype_choice]

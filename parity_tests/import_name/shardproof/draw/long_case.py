@@ -2,8 +2,8 @@
 
 bfloat16 has 8 bits. From 256 on its numbers are 2 or more apart, so adding a number below 1 changes nothing. All
 numbers of a long case lie between 1/2 and 1. A sum of LEAST of them is about 384, and a running sum in bfloat16 stays
-at 256: an error of a third, which no budget of rounding allows, whatever a scheme says of its roundings. And one
-rounding too many, which may hide in a few numbers, shows in a thousand.
+at 256: an error of a third, which exceeds any budget, however many roundings a scheme declares. And one rounding too
+many, which may hide in a few numbers, shows in a thousand.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def long_case(scheme: Declared, fixed: Mapping[str, Any], seed: int) -> CaseSpec
 
 
 def _order(mesh: Mapping[str, int]) -> tuple[bool, int, bool, int]:
-    """Two to six ranks come first, on as many axes as possible, one of them of three: a mean over three is rounded."""
+    """Two to six ranks come first, over many axes, with an axis of three if possible: a mean over three is rounded."""
     world, sizes = math.prod(mesh.values()), list(mesh.values())
     return world not in range(2, 7), sizes.count(1), 3 not in sizes, world
 
 
 def _summed_dims(scheme: Declared, fixed: Mapping[str, Any]) -> list[str]:
-    """Dims of any size that some output or gradient lacks, and so sums over; those that most lack come first.
+    """Dims of any size that an output or a gradient sums over, as it lacks them; dims that the most lack come first.
 
-    A dim of a reduction that an output has as well, as rows of attention, takes a number for each pair of rows.
+    A reduction's dim that an output has too, such as the rows of attention, is left out: it needs memory for all pairs.
     """
     tensors = [arg for arg in (*scheme.inputs, *scheme.outputs) if arg.differentiable]
     free = [name for name in size_choices.free_dims(scheme) if name not in scheme.dims and name not in fixed]
-    of_pairs = {name for output in scheme.outputs for name in output.spec.dim_names} & set(scheme.reduction or ())
-    lacking = {name: sum(name not in arg.spec.dim_names for arg in tensors) for name in free if name not in of_pairs}
+    pair_dims = {name for output in scheme.outputs for name in output.spec.dim_names} & set(scheme.reduction or ())
+    lacking = {name: sum(name not in arg.spec.dim_names for arg in tensors) for name in free if name not in pair_dims}
     return sorted((name for name, count in lacking.items() if count), key=lambda name: -lacking[name])
 
 
@@ -77,6 +77,6 @@ def _largest(scheme: Declared, shape: Mapping[str, int]) -> int:
 
 def _alike(scheme: Declared, case: CaseSpec) -> CaseSpec:
     """The case with numbers between 1/2 and 1 for inputs that may be any numbers, and for all cotangents."""
-    of_any = [name for name, draw in scheme.draws.items() if draw.kind == "float" and "normal" in draw.kinds]
+    free_floats = [name for name, draw in scheme.draws.items() if draw.kind == "float" and "normal" in draw.kinds]
     cotangents = [COTANGENT + arg.name for arg in scheme.outputs if arg.differentiable]
-    return case.replace(values={**case.values, **{name: {"kind": ALIKE} for name in (*of_any, *cotangents)}})
+    return case.replace(values={**case.values, **{name: {"kind": ALIKE} for name in (*free_floats, *cotangents)}})

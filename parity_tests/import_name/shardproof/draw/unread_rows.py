@@ -1,4 +1,4 @@
-"""The rows that a scheme declares as not read, from a case and its inputs. No JAX: ranks build cotangents by it."""
+"""The rows that a scheme declares as not read, from a case and its inputs. Ranks use this, so it imports no JAX."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def bound(
         for name, draw in draws.items()
         if isinstance(draw, Draw) and draw.nan_rows is not None
     }
-    of_outputs = {
+    output_rows = {
         name: UnreadRows(rows, f"nan_cotangents[{name!r}]", by_name, plain) for name, rows in nan_cotangents.items()
     }
-    return {"draws": {**draws, **with_rows}, "nan_cotangents": of_outputs}
+    return {"draws": {**draws, **with_rows}, "nan_cotangents": output_rows}
 
 
 def check(nan_cotangents: Mapping[str, Callable[..., Any]], outputs: tuple[Argument, ...], case: CaseSpec) -> None:

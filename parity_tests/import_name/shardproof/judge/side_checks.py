@@ -36,7 +36,7 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES, *, poisoned: bool
     """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it.
 
     A call that only gloo rejects is not a finding if the scheme is not declared for gloo. A call that a rank never
-    waits for is one; `poisoned` says that the values before a wait would show in the results if they were read.
+    waits for is a finding. With `poisoned`, a read before the wait would have shown in the results.
     """
     difference = disagreement(ledger)
     accepted = (None,) if "gloo" in engines else (None, *OF_GLOO)
@@ -63,7 +63,7 @@ def _never_waited(row: LedgerRow, poisoned: bool) -> Finding:
 
 
 def costs_of_ranks(scheme: Declared, case: CaseSpec, program: Program) -> list[Cost]:
-    """The declared cost of each rank of the case; inside a larger world, of its place in the scheme's mesh.
+    """The declared cost of each rank of the case; in a larger world, the cost of its place in the scheme's mesh.
 
     Errors: DeclarationFailure if the declared cost raises.
     """
@@ -102,17 +102,17 @@ def cost(case: CaseSpec, ledger: Ledger, declared: Sequence[Cost]) -> tuple[str,
     """Calls and bytes per op and phase equal the declared closed form, on every rank."""
     sentences = []
     for phase, short in PHASES.items():
-        for rank, of_rank in enumerate(declared):
-            sentences += _differences(phase, of_rank.totals(phase), ledger.cost(rank, short), rank)
+        for rank, rank_cost in enumerate(declared):
+            sentences += _differences(phase, rank_cost.totals(phase), ledger.cost(rank, short), rank)
             # If each axis is declared, each of its groups sends its own share of the total.
             measured: Sums = {}
             for row in (row for row in ledger.of(rank) if row.phase == short):
                 key = f"{row.op} over ranks {','.join(map(str, row.group))}"
                 calls, size = measured.get(key, (0, 0))
                 measured[key] = (calls + 1, size + row.payload)
-            for op, expected in _by_group(of_rank, phase, case, rank).items():
-                of_op = {key: value for key, value in measured.items() if key.startswith(f"{op} over")}
-                sentences += _differences(phase, expected, of_op, rank)
+            for op, expected in _by_group(rank_cost, phase, case, rank).items():
+                issued = {key: value for key, value in measured.items() if key.startswith(f"{op} over")}
+                sentences += _differences(phase, expected, issued, rank)
     return tuple(sentences[:1])
 
 
@@ -219,7 +219,7 @@ def unequal_replicas(hygiene: Sequence[str]) -> set[str]:
 def _default_group(case: CaseSpec, ledger: Ledger) -> list[str]:
     """A finding if the full world is used although the scheme's own mesh is only a part of it.
 
-    A message between two ranks of the scheme's mesh is none: their global ranks are right in every group.
+    A message between two ranks of the scheme's mesh is not a finding: their global ranks are right in every group.
     """
     if SPARE not in case.mesh or case.mesh[SPARE] == 1:
         return []
