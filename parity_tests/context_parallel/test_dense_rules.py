@@ -1,4 +1,4 @@
-"""Masks and entries that a dense batch takes, the rules that others break; parity of the buffers of a context."""
+"""Masks and entries of a dense batch: accepted ones, and the rules that others break; parity of a context's buffers."""
 
 import re
 
@@ -25,7 +25,7 @@ MASK_RULES = (
     "left padding is lost",
     "holes are lost",
 )
-SHAPES = {  # with the message of each; of tokens there are other rules
+SHAPES = {  # a mask's shape: its message; masks of tokens follow MASK_RULES instead
     "of tokens": "",
     "longer": r"attention_mask is \[(?!.*under cp it is \[b, s\])",
     "pairs": r"attention_mask is \[.*under cp it is \[b, s\]",
@@ -34,7 +34,7 @@ SEEDS = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 def drawn_masks(rng, shape):
-    """Twice each entry: ones and padding on the right, a little over half of them with one that may not be."""
+    """Masks times two: ones, then padding; a little over half have a row or an entry that may break a rule."""
     n, b, s = shape
     real = rng.integers(0, s + 1, (n, b, 1)) * (rng.random((n, b, 1)) < 0.8)
     masks = np.where(np.arange(s) < real, 2, 0)
@@ -47,8 +47,8 @@ def drawn_masks(rng, shape):
     return masks
 
 
-def broken_by(mask):
-    """(the rule that a mask breaks first, the first row that does), by rules; None if it breaks none."""
+def first_broken_rule(mask):
+    """The first rule that a mask breaks, and the first row that breaks it; None if it breaks none."""
     column, is_one = np.arange(mask.shape[-1]), mask != 0
     last = np.where(is_one, column, -1).max(-1)
     leading = np.where(is_one, column, mask.shape[-1]).min(-1)
@@ -64,7 +64,7 @@ def broken_by(mask):
 
 
 def batch_or_sentence(mesh, batch, **settings):
-    """The padded batch before its context is entered, or why it is rejected."""
+    """The padded batch before its context is entered, or the sentence of its rejection."""
     try:
         return cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch, **settings)[1]
     except (TypeError, ValueError) as error:
@@ -76,7 +76,7 @@ def batch_or_sentence(mesh, batch, **settings):
 @settings(max_examples=few(20))
 @given(SEEDS, st.tuples(st.sampled_from((3, 2)), st.sampled_from((8, 4))), st.sampled_from(tuple(SHAPES)))
 def test_masks_of_a_dense_batch(rng, sizes, shape):
-    """The rule that each mask breaks and in which row; the padding of those that are taken."""
+    """A rejection names the broken rule and the row; an accepted mask gives the padding."""
     masks, ids = drawn_masks(rng, (8, *sizes)), torch.ones(sizes, dtype=torch.int64)
 
     def of_tokens(twice):
@@ -95,7 +95,7 @@ def test_masks_of_a_dense_batch(rng, sizes, shape):
     assert ranks.ledger.rows == []
     for outcomes in ranks.results:
         for mask, found in zip(masks, outcomes, strict=True):
-            broken = broken_by(mask)
+            broken = first_broken_rule(mask)
             if shape != "of tokens":
                 assert re.match(SHAPES[shape], found)
             elif broken is None:
@@ -105,8 +105,8 @@ def test_masks_of_a_dense_batch(rng, sizes, shape):
                 assert found.startswith(f"attention_mask: row {row} ") and rule in found, mask
 
 
-# Of each call is drawn: the entry that is no tensor, of these or none; whether tokens are embeddings, and their dims;
-# and which of two further sequence dims is given as another kind than an integer.
+# A drawn call: the entry that is not a tensor, one of these or none; whether tokens are embeddings, and their number of
+# dims; and for each of two more sequence dims, whether it is something else than an integer.
 ENTRIES = ("labels", "loss_mask", "position_ids", "padding_mask", "attention_mask", "teacher", "name")
 BY_TOKEN = len(ENTRIES) - 1
 ACCEPTED = "accepted"
@@ -119,8 +119,8 @@ def drawn_calls(rng, n):
     return np.stack([wrong, embedded, dims, rng.random(n) < 0.2, rng.random(n) < 0.2], 1)
 
 
-def rule_of_entries(wrong, embedded, dims, first, second):
-    """How the message of a call is to read, as a pattern."""
+def expected_message(wrong, embedded, dims, first, second):
+    """The pattern of a call's message."""
     if first or second:
         return ".*pass a dict of the sequence's dim"
     if dims < 2 + embedded:
@@ -132,7 +132,7 @@ def rule_of_entries(wrong, embedded, dims, first, second):
 @settings(max_examples=few(20))
 @given(SEEDS, st.booleans())
 def test_entries_that_a_dense_batch_takes(rng, is_list):
-    """The entry that is no tensor is named; so is how many dims the tokens should have."""
+    """A rejection names the entry that is not a tensor, or the dims that the tokens must have."""
     calls = drawn_calls(rng, 20).tolist()
 
     def made(mesh, wrong, embedded, dims, first, second):
@@ -149,11 +149,11 @@ def test_entries_that_a_dense_batch_takes(rng, is_list):
     assert ranks.ledger.rows == []
     for found in ranks.results:
         for call, sentence in zip(calls, found, strict=True):
-            assert re.match(rule_of_entries(*call), sentence), (call, sentence)
+            assert re.match(expected_message(*call), sentence), (call, sentence)
 
 
 def buffers_by_hand(ids, others, stays, refilled):
-    """Values written inside are lost where a buffer is restored, and else remain and are added to."""
+    """Values written inside are lost if a buffer is restored; else they remain, and the next entry adds to them."""
     kept = ids + 10 if stays else ids
     second = others if refilled else kept
     return jnp.stack([ids, ids]), jnp.stack([ids, second]), ids, second + 10 if stays else second
@@ -175,7 +175,7 @@ Buffers = tuple[Int[Tensor, "k b l"], Int[Tensor, "k b l"], Int[Tensor, "b s"], 
 )
 @pytest.mark.cases(20)
 def buffers_of_a_context(mesh, ids, others, stays, refilled, negative) -> Buffers:
-    """A context entered twice, of a buffer that is restored and one that may stay a shard, filled anew in between."""
+    """A context entered twice, with a restored buffer, and one that may stay a shard and be refilled in between."""
     restored, kept = ids.clone(), ids.clone()
     group, unrestored = mesh.device_mesh["cp"], {kept} if stays else set()
     context = cp.create_context_parallel_ctx(group, [restored, kept], [1, -1 if negative else 1], unrestored)

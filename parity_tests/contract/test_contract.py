@@ -37,8 +37,8 @@ from torch_impl.contract import (
     contract,
     contract_of,
     is_integer,
-    of_argument,
     read_contract,
+    sentence_about,
     spec_line,
     type_name,
 )
@@ -174,9 +174,9 @@ def test_a_default_name_is_the_component_and_the_function(args, message):
 
 
 def test_a_problem_is_put_after_the_argument_and_keeps_its_type():
-    assert of_argument("k", None) is None
-    assert of_argument("k", "=9 is above e=8") == "k=9 is above e=8"
-    assert isinstance(of_argument("names", TypeProblem("[1] is an int")), TypeProblem)
+    assert sentence_about("k", None) is None
+    assert sentence_about("k", "=9 is above e=8") == "k=9 is above e=8"
+    assert isinstance(sentence_about("names", TypeProblem("[1] is an int")), TypeProblem)
 
 
 def test_values_in_range_are_accepted():

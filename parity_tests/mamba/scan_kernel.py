@@ -1,7 +1,7 @@
 """`python -m parity_tests.mamba.scan_kernel`: mamba-ssm's Triton kernels, as `chunked_scan` calls them on CUDA.
 
-On CUDA if there is one, else in Triton's interpreter, which TRITON_INTERPRET=1 chooses before triton is imported; there
-MAMBA_DETERMINISTIC=1 says that blocks are not to be timed. A process of its own, since both are read once.
+They run on CUDA if there is one, else in Triton's interpreter: TRITON_INTERPRET=1 chooses it before triton is imported,
+and MAMBA_DETERMINISTIC=1 turns off the timing of blocks. This is a program, since a process reads both only once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def scanned_by_kernel(mesh, x, dt, A, B, C, D, entering, cu, chunk_size):
 
 
 def on_a_cpu() -> None:
-    """The interpreter needs no device, for which the kernels' callers ask all the same."""
+    """Replace the functions by which the kernels' callers ask for a device; the interpreter needs none."""
     torch.cuda.device = lambda _: nullcontext()
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=1)
 
@@ -47,8 +47,8 @@ if __name__ == "__main__":
         on_a_cpu()
     for seed in range(SEEDS):
         case = scanned_by_kernel.case(seed=seed)
-        # The kernels take differences of one running sum of dt A over a chunk. Where all A and x are equal its rounding
-        # is 1.6 budgets of a scan (seed 2, chunk_size=256, float32), so all inputs but offsets are drawn plainly here.
+        # The kernels take differences of one running sum of dt A over a chunk. If all A and x are equal, its rounding
+        # is 1.6 budgets of a scan (seed 2, chunk_size=256, float32), so all inputs but offsets are normal numbers here.
         plain = {
             name: value if value["kind"] == "offsets" else {"kind": "normal"} for name, value in case.values.items()
         }

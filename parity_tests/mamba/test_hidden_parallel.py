@@ -20,7 +20,7 @@ from torch_impl.layouts.columns import MambaSizes
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 from torch_impl.mamba.mix import SsmParameters, mix_columns
 
-# Groups: 2 are fewer than four ranks and as many as two; 8 are more.
+# 2 groups are fewer than four ranks and as many as two ranks; 8 groups are more.
 SIZES = {"h": (8,), "g": (2, 8), "p": (2,), "n": (2,), "d": (2,), "k": (4,)}
 
 
@@ -33,34 +33,36 @@ def cost(c):
 
 
 def can_share_heads(c):
-    """Whether each rank has as many heads, and as many groups or a copy of one."""
+    """Whether all ranks get equally many heads, and equally many groups or a copy of one group."""
     return c.h % c.cp == 0 and (c.g % c.cp == 0 or c.cp % c.g == 0)
 
 
 class InParts:
-    """The strategy as its two exchanges and the part between them, with the layout passed to each exchange."""
+    """Calls the strategy's two exchanges and the part between them, and passes the layout to each exchange."""
 
     def __init__(self, kind, group, *, layout="dual_chunk_swap", **settings):
-        self.strategy, self.of_batch = kind(group, **settings), layout
+        self.strategy, self.batch_layout = kind(group, **settings), layout
 
     def mix(self, projected_states, cu_seqlens=None):
-        local = self.strategy.pre_conv_ssm(projected_states, cu_seqlens, layout=self.of_batch)
+        local = self.strategy.pre_conv_ssm(projected_states, cu_seqlens, layout=self.batch_layout)
         parameters = self.strategy.ssm_parameters()
         ids = sequence_ids(local, cu_seqlens)
         options = {"chunk_size": self.strategy.chunk_size, "dt_limit": self.strategy.dt_limit}
         mixed = mix_columns(local, self.strategy.local, parameters, ids, **options)
-        return self.strategy.post_conv_ssm(mixed, cu_seqlens, layout=self.of_batch)
+        return self.strategy.post_conv_ssm(mixed, cu_seqlens, layout=self.batch_layout)
 
 
 class SharedProtocol:
-    """The strategy by the methods that other libraries' classes of its name have too."""
+    """Calls the methods of the strategy that the classes of other libraries with its name have too."""
 
     def __init__(self, kind, group, **settings):
         self.strategy, self.sizes = kind(group, **settings), settings
 
     def mix(self, projected_states, cu_seqlens=None):
         strategy = self.strategy
-        rows = projected_states if cu_seqlens is None else projected_states[0]  # a stream is [t, w] to all of them
+        rows = (
+            projected_states if cu_seqlens is None else projected_states[0]
+        )  # all these methods take a stream as [t, w]
         local = strategy.pre_conv_ssm(rows, cu_seqlens)
         batch = local if cu_seqlens is None else local[None]
         parameters = SsmParameters(
@@ -86,11 +88,11 @@ def sequence_ids(local, cu_seqlens):
     return TokenLayout.packed(cu_seqlens, cp_size=1, cp_rank=0).sequence_ids.expand(local.shape[:2])
 
 
-def in_some_way(mesh, u, parameters, groups, cu=None, way="by name", **chosen):
+def mixed_rows(mesh, u, parameters, groups, cu=None, way="by name", **chosen):
     part = {"in parts": InParts, "by shared protocol": SharedProtocol}.get(way)
     if part is not None:
         return parallel(partial(part, MambaContextParallel), mesh, u, parameters, groups, cu, **chosen)
-    _ = MambaContextParallel.mix  # another implementation without it is not applicable, whatever it is given
+    _ = MambaContextParallel.mix  # an implementation without `mix` is not applicable, whatever the arguments
     return parallel(MambaContextParallel, mesh, u, parameters, groups, cu, way, **chosen)
 
 
@@ -110,19 +112,19 @@ DECLARED = dict(
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **sharded_rows(":dual_chunk_swap"), **DECLARED)
 def hidden_parallel(mesh, u, parameters, groups, limits, conv_bias, fused, way):
-    return in_some_way(mesh, u, parameters, groups, limits=limits, conv_bias=conv_bias, fused=fused, way=way)
+    return mixed_rows(mesh, u, parameters, groups, limits=limits, conv_bias=conv_bias, fused=fused, way=way)
 
 
 @scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **sharded_rows(""), **DECLARED)
 def hidden_parallel_contiguous(mesh, u, parameters, groups, limits, conv_bias, fused, way):
-    return in_some_way(
+    return mixed_rows(
         mesh, u, parameters, groups, limits=limits, conv_bias=conv_bias, fused=fused, way=way, layout="contiguous"
     )
 
 
 @scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **sharded_stream(":packed"), **DECLARED)
 def hidden_parallel_packed(mesh, u, parameters, groups, cu, limits, conv_bias, fused, way):
-    return in_some_way(mesh, u, parameters, groups, cu, limits=limits, conv_bias=conv_bias, fused=fused, way=way)
+    return mixed_rows(mesh, u, parameters, groups, cu, limits=limits, conv_bias=conv_bias, fused=fused, way=way)
 
 
 SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)
@@ -155,7 +157,7 @@ def test_rows_are_in_order_and_columns_the_ranks(cp):
 @pytest.mark.parametrize("cu", [None, CU])
 @pytest.mark.parametrize("order", ["dual_chunk_swap", "contiguous"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_fused_is_unfused_to_the_bit(cp, order, cu):
+def test_fused_and_unfused_exchanges_are_bitwise_equal(cp, order, cu):
     def body(mesh, case):
         x = rank_tokens(mesh, PROJECTED[:1], cu=cu).requires_grad_()
         offsets = None if cu is None else torch.tensor(cu)
@@ -173,7 +175,7 @@ def test_fused_is_unfused_to_the_bit(cp, order, cu):
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_layout_is_data(cp):
-    """Striped, which no name of an order says, and a packed layout without its offsets."""
+    """A striped layout, for which no order has a name, and a packed layout without its offsets."""
 
     def body(mesh, case):
         striped = TokenLayout.dense("striped", T, cp_size=cp, cp_rank=mesh.rank("cp"))
@@ -260,7 +262,7 @@ def test_a_stream_without_tokens_sends_nothing():
 
 
 def test_the_number_of_sequences_changes_no_operation():
-    """As many operations for 1, 10 and 1,000 sequences, and for a second layer none for the layout."""
+    """1, 10 and 1,000 sequences take equally many operations; a second layer takes none for the layout."""
 
     def body(mesh, case):
         strategy, x, counts = hidden_parallel_strategy(mesh), torch.zeros(4000, W, requires_grad=True), []

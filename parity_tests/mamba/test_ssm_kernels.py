@@ -15,12 +15,12 @@ D_SHAPES = ("h", "h 1", "h p", "hp")
 
 
 def in_a_wider_tensor(x):
-    """The same values, with strides of a tensor with more columns."""
+    """The same values, with the strides of a tensor that has more columns."""
     return torch.cat([x, x], -1)[..., : x.shape[-1]]
 
 
-def numbers_of_D(D, shape, p):
-    """One for each head, or the same for each of its channels."""
+def shaped_D(D, shape, p):
+    """D with a number for each head, or with the same number for each channel of a head."""
     by_channel = D[:, None].expand(-1, p)
     return {"h": D, "h 1": D[:, None], "h p": by_channel, "hp": by_channel.flatten()}[shape]
 
@@ -31,20 +31,20 @@ def numbers_of_D(D, shape, p):
     **{**DECLARED, "dims": {**DECLARED["dims"], "s": (9, 2)}},
 )
 def scanned_by_a_kernel(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, shape, first):
-    """The ids of sequences count from any number."""
+    """Ids of sequences may start at any number."""
     ids = first + TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
     parts = in_a_wider_tensor(x), in_a_wider_tensor(dt.float().exp()), -A.exp()
-    shared = in_a_wider_tensor(B), in_a_wider_tensor(C), numbers_of_D(D, shape, x.shape[-1])
+    shared = in_a_wider_tensor(B), in_a_wider_tensor(C), shaped_D(D, shape, x.shape[-1])
     return kernel_scan(ssm_kernels.scan, *parts, *shared, chunk_size, ids, entering)
 
 
-def convolved_by_hand(x, weight, bias, cu, has_bias, packed):
+def reference_conv(x, weight, bias, cu, has_bias, packed):
     first = jnp.zeros(x.shape[1], bool).at[cu[:-1]].set(True, mode="drop")
     return causal_conv(x, weight.T, bias if has_bias else None, first if packed else None)
 
 
 @scheme(
-    reference=convolved_by_hand,
+    reference=reference_conv,
     mesh={"cp": (1,)},
     inputs={"x": "b s c cp=R", "weight": "c k cp=R", "bias": "c cp=R", "cu": "q"},
     outputs="b s c cp=R",

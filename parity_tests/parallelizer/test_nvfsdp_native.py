@@ -19,13 +19,13 @@ BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def net():
-    """Positive values that are too small to saturate."""
+    """A net with positive values that are too small to saturate."""
     sizes = {"up": (4, 3), "down": (3, 4), "head": (2, 3)}
     return net_of({n: torch.full(sizes[n.split(".")[-2]], 0.1, dtype=torch.float64) for n in NAMES})
 
 
 class Aside(Net):
-    """A net with a second output, of one parameter alone."""
+    """A net with a second output, which depends on one parameter only."""
 
     def __init__(self):
         with torch.device("meta"):
@@ -108,12 +108,12 @@ def test_the_first_parameter_by_name_is_reported_on_every_rank():
 
 
 @pytest.mark.parametrize("rank", [None, (0, 0)])
-def test_nothing_is_raised_where_nothing_is_checked_or_wrong(rank):
+def test_without_a_check_or_a_bad_number_nothing_is_raised(rank):
     options = {} if rank is None else {"check_for_nan_in_grad": False}
     assert on_ranks(lambda mesh, case: outcome(mesh, rank, "nan", **options)).results == ("",) * 4
 
 
-def test_large_finite_numbers_are_no_alarm():
+def test_large_finite_numbers_raise_nothing():
     def body(mesh, case):
         model = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh)
         (model(torch.ones(2, 3)).sum() * 1e30).backward()
@@ -122,7 +122,7 @@ def test_large_finite_numbers_are_no_alarm():
     assert on_ranks(body, dp_shard=2).results == (True, True)
 
 
-def test_cost_and_when():
+def test_the_cost_of_the_check():
     """A backward that reduces sends four bytes over all ranks; a backward that accumulates sends none."""
 
     def rows(checks, reduces):
@@ -138,7 +138,7 @@ def test_cost_and_when():
     assert rows(False, True) == [] and rows(True, False) == []
 
 
-def test_a_second_backward_is_looked_at_too():
+def test_a_second_backward_is_checked_too():
     def body(mesh, case):
         model = nvfsdp_strategy_parallelize(net(), mesh.device_mesh, [BLOCK], plan())
         raised = []

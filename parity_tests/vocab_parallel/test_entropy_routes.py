@@ -24,7 +24,7 @@ from parity_tests.vocab_parallel.ignored_rows import (
 from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range, wants_no_gradient
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from parity_tests.vocab_parallel.test_packed import by_padded
-from parity_tests.vocab_parallel.test_stored_order import of_keys
+from parity_tests.vocab_parallel.test_stored_order import stored_logprob
 from shardproof import Cost, integers, offsets, scheme, values
 from torch_impl import vocab_parallel as vp
 
@@ -43,8 +43,8 @@ def sampling(temperature):
     return SimpleNamespace(top_k=None, top_p=None, temperature=temperature)
 
 
-def over_cp(c, tokens, widths=0):
-    """Over tp four numbers of a token, over cp two there and their cotangents back."""
+def entropy_cost(c, tokens, widths=0):
+    """Forward gathers four numbers per token over tp and two over cp; backward scatters the cotangents of those two."""
     size = c.accumulator_itemsize
     several = c.mesh["tp"] > 1
     return Cost(
@@ -74,7 +74,7 @@ GROUPS = dict(
 )
 
 
-@scheme(contract=vp.from_parallel_logits_to_logprobs, cost=lambda c: over_cp(c, c.b * c.s), **GROUPS, **COMMON)
+@scheme(contract=vp.from_parallel_logits_to_logprobs, cost=lambda c: entropy_cost(c, c.b * c.s), **GROUPS, **COMMON)
 def entropy_of_groups(mesh, logits, target, temperature, chunk_size):
     return vp.from_parallel_logits_to_logprobs(
         logits,
@@ -90,7 +90,10 @@ def entropy_of_groups(mesh, logits, target, temperature, chunk_size):
 
 
 @scheme(
-    contract=vp.get_next_token_logprobs_from_logits, cost=lambda c: over_cp(c, c.b * c.s, widths=1), **GROUPS, **COMMON
+    contract=vp.get_next_token_logprobs_from_logits,
+    cost=lambda c: entropy_cost(c, c.b * c.s, widths=1),
+    **GROUPS,
+    **COMMON,
 )
 def entropy_by_rank(mesh, logits, target, temperature, chunk_size):
     return vp.get_next_token_logprobs_from_logits(
@@ -105,13 +108,13 @@ def entropy_by_rank(mesh, logits, target, temperature, chunk_size):
     )
 
 
-def of_stored(logits, target, keys, columns, temperature):
+def next_tokens_as_stored(logits, target, keys, columns, temperature):
     in_order = logits[:, jnp.argsort(jnp.argsort(keys))]
-    return of_keys(logits, target, keys, columns, temperature), negative_entropy(in_order[:, :-1], temperature)
+    return stored_logprob(logits, target, keys, columns, temperature), negative_entropy(in_order[:, :-1], temperature)
 
 
 @scheme(
-    reference=of_stored,
+    reference=next_tokens_as_stored,
     mesh={"cp": (1, 2, 3), "tp": (1, 2)},
     contract=vp.get_logprobs_from_vocab_parallel_logits,
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
@@ -130,7 +133,7 @@ def of_stored(logits, target, keys, columns, temperature):
             over_cp=[(1, 8 * c.b * c.s // c.cp), (1, 2 * c.b * c.s // c.cp * c.accumulator_itemsize)],
         )
     ),
-    excluded_conditions=("inference_mode", "int32"),  # ids are sent in their dtype, of 8 bytes here
+    excluded_conditions=("inference_mode", "int32"),  # ids are sent in their dtype; the cost counts 8 bytes each
     **COMMON,
 )
 def entropy_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size):
@@ -144,13 +147,13 @@ def entropy_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk
     )
 
 
-def of_packed(logits, target, padded, real, columns, temperature):
+def packed_next_tokens(logits, target, padded, real, columns, temperature):
     entropies = packed_next_token_negative_entropy(logits, padded[:-1], jnp.diff(padded), len(columns) + 1, temperature)
     return by_padded(logits, target, padded, real, columns, temperature), entropies
 
 
 @scheme(
-    reference=of_packed,
+    reference=packed_next_tokens,
     mesh={"cp": (1, 2), "tp": (1, 2)},
     contract=vp.from_parallel_logits_to_logprobs_packed_sequences,
     inputs={"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "real": "n", "columns": "u"},
@@ -163,7 +166,7 @@ def of_packed(logits, target, padded, real, columns, temperature):
         "real": offsets("t"),
         "columns": integers(0, 0),
     },
-    cost=lambda c: over_cp(c, c.t),
+    cost=lambda c: entropy_cost(c, c.t),
     **COMMON,
 )
 def entropy_of_packed(mesh, logits, target, padded, real, columns, temperature, chunk_size):
@@ -181,12 +184,12 @@ def entropy_of_packed(mesh, logits, target, padded, real, columns, temperature, 
     )
 
 
-def of_hidden(hidden, weight, target, temperature):
+def hidden_next_tokens(hidden, weight, target, temperature):
     return next_tokens(logits_of_hidden(hidden, weight), target, temperature)
 
 
 @scheme(
-    reference=of_hidden,
+    reference=hidden_next_tokens,
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     contract=vp.from_parallel_hidden_states_to_logprobs,
     inputs={"hidden": "s/cp:dual_chunk_swap b d tp=I", "weight": "v/tp:ragged d cp=R", "target": "b s"},
@@ -194,10 +197,10 @@ def of_hidden(hidden, weight, target, temperature):
     dims={"v": (8, 5, 13), "d": (3, 5), "u": "s-1"},
     draw={"hidden": FLOATS, "weight": FLOATS, "target": SOME_IGNORED},
     cost=lambda c: Cost(
-        forward=over_cp(c, c.b * c.s).forward,
+        forward=entropy_cost(c, c.b * c.s).forward,
         backward={
             "all_reduce/tp": (1, c.b * c.s // c.cp * c.d * c.accumulator_itemsize),
-            **over_cp(c, c.b * c.s).backward,
+            **entropy_cost(c, c.b * c.s).backward,
         },
     ),
     **{**COMMON, "reduction": ("v", "d"), "roundings": 5, "sums": None},

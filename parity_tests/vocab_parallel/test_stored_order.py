@@ -1,4 +1,4 @@
-"""Parity of vocab_parallel.stored_order: ids and logits as DTensors, in an order of their own."""
+"""Parity of vocab_parallel.stored_order: ids and logits as DTensors, with positions in any order."""
 
 from types import SimpleNamespace
 
@@ -36,38 +36,38 @@ STORED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     sums="float32",
     reduction=("v",),
-    excluded_conditions=("inference_mode", "int32"),  # ids are sent in their dtype, of 8 bytes here
+    excluded_conditions=("inference_mode", "int32"),  # ids are sent in their dtype; the cost counts 8 bytes each
 )
 
 
-def in_stored_order(c):
-    """Ids over cp, the core's exchange over tp, scores over cp; nothing backward."""
+def stored_order_cost(c):
+    """Forward gathers ids and scores over cp, and the core's statistics over tp; backward sends nothing."""
     n = c.b * c.s // c.cp
     return Cost(forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, 8 * n), (1, n * c.accumulator_itemsize)]))
 
 
 def params(temperature):
-    return SimpleNamespace(top_k=None, top_p=None, temperature=temperature)  # any object with these three
+    return SimpleNamespace(top_k=None, top_p=None, temperature=temperature)  # any object with these attributes
 
 
-def of_a_rank(mesh, target, has_all):
-    """(ids, placement): all ids are gathered here, at the cost of the function's own exchange."""
+def ids_and_placement(mesh, target, has_all):
+    """A rank's ids, or all ids, gathered at the cost of the function's own exchange; and their placement over cp."""
     return (all_gather(target, mesh["cp"], out="I", dim=1), Replicate()) if has_all else (target, Shard(1))
 
 
-def of_keys(logits, target, keys, columns, temperature):
+def stored_logprob(logits, target, keys, columns, temperature):
     return next_token_logprob_of_stored(logits, target, jnp.argsort(keys), temperature)
 
 
 @scheme(
-    reference=of_keys,
+    reference=stored_logprob,
     contract=vp.dtensor_from_parallel_logits_to_logprobs,
     inputs={"logits": "b s/cp v/tp:ragged", "target": "b s/cp", "keys": "s", "columns": "v"},
-    cost=in_stored_order,
+    cost=stored_order_cost,
     **{**STORED, "rank_options": {**STORED["rank_options"], "has_all_ids": (False, True)}},
 )
 def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_size, has_all_ids):
-    ids, over_cp = of_a_rank(mesh, target, has_all_ids)
+    ids, over_cp = ids_and_placement(mesh, target, has_all_ids)
     return vp.dtensor_from_parallel_logits_to_logprobs(
         logits,
         DTensor.from_local(ids, mesh.device_mesh["cp"], [over_cp]),
@@ -80,16 +80,16 @@ def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_s
 
 
 @scheme(
-    reference=of_keys,
+    reference=stored_logprob,
     contract=vp.get_logprobs_from_vocab_parallel_logits,
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
     layouts={"ceil": ceil},
-    cost=in_stored_order,
+    cost=stored_order_cost,
     **{**STORED, "rank_options": {**STORED["rank_options"], "by_route": (False, True), "has_all_ids": (False, True)}},
 )
 def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size, by_route, has_all_ids):
     logits = dtensor_of_shards(mesh, logits, len(keys), len(columns))
-    ids, over_cp = of_a_rank(mesh, target, has_all_ids)
+    ids, over_cp = ids_and_placement(mesh, target, has_all_ids)
     target = DTensor.from_local(ids, mesh.device_mesh, [over_cp, Replicate()])
     options = dict(seq_index=keys.argsort(stable=True), chunk_size=chunk_size, sampling_params=params(temperature))
     if by_route:
@@ -133,15 +133,15 @@ def test_the_gradient_is_a_dtensor_with_the_placements_of_the_logits():
     assert on_mesh(body) == ((True, False, True),) * 4
 
 
-def test_no_order_of_storage_changes_a_score():
+def test_the_stored_order_changes_no_score():
     def body(mesh, case):
-        def scored(order):
+        def scores(order):
             part = LOGITS[:, order].chunk(2, 1)[mesh.rank("cp")]
             ids = IDS[:, order].chunk(2, 1)[mesh.rank("cp")]
             target = DTensor.from_local(ids, mesh.device_mesh["cp"], [Shard(1)])
             return vp.dtensor_from_parallel_logits_to_logprobs(part, target, 0, 6, mesh["tp"], seq_index=order)
 
-        return torch.equal(scored(ORDER), scored(torch.arange(8)))
+        return torch.equal(scores(ORDER), scores(torch.arange(8)))
 
     assert on_mesh(body, cp=2, tp=1) == (True, True)
 
@@ -160,12 +160,12 @@ def test_ids_may_be_replicated_over_cp_or_on_a_mesh_without_cp():
 
 
 def test_logits_and_ids_may_both_be_replicated_over_cp():
-    """In the original order, which no index states; every rank of cp has every score."""
+    """Positions are in their original order, without an index; every rank of cp has every score."""
     want = LOGITS[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:].unsqueeze(-1)).squeeze(-1)
 
     def body(mesh, case):
         part = LOGITS.chunk(2, 2)[mesh.rank("tp")].contiguous()
-        logits = DTensor.from_local(part, mesh.device_mesh, CUT_OVER_TP)
+        logits = DTensor.from_local(part, mesh.device_mesh, SHARDED_OVER_TP)
         ids = DTensor.from_local(IDS, mesh.device_mesh, [Replicate(), Replicate()])
         start = 3 * mesh.rank("tp")
         return [
@@ -180,7 +180,7 @@ def test_logits_and_ids_may_both_be_replicated_over_cp():
     assert on_mesh(body) == ([True] * 3,) * 4
 
 
-def cut_ids(mesh, axis="cp", placement=None):
+def sharded_ids(mesh, axis="cp", placement=None):
     local_ids = IDS.chunk(2, 1)[mesh.rank(axis)] if placement is None else IDS
     return DTensor.from_local(local_ids, mesh.device_mesh[axis], [placement or Shard(1)])
 
@@ -195,10 +195,10 @@ def local(mesh, target, seq_index=None, logits=LOGITS[:, :4]):
     return vp.dtensor_from_parallel_logits_to_logprobs(logits, target, 0, 6, mesh["tp"], seq_index=seq_index)
 
 
-CUT_OVER_TP = (Replicate(), Shard(2))
+SHARDED_OVER_TP = (Replicate(), Shard(2))
 
 
-def of_dtensor(mesh, ids=IDS, placements=CUT_OVER_TP, seq_index=None, axes=("cp", "tp")):
+def score_dtensor(mesh, ids=IDS, placements=SHARDED_OVER_TP, seq_index=None, axes=("cp", "tp")):
     device_mesh = mesh.device_mesh[axes] if len(axes) == 1 else mesh.device_mesh
     logits = DTensor.from_local(LOGITS[:, :4], device_mesh, placements)
     return vp.get_logprobs_from_vocab_parallel_logits(logits, ids, seq_index)
@@ -210,16 +210,16 @@ LOCAL, GLOBAL = (
 )
 REJECTED = [
     (
-        lambda m: local(m, cut_ids(m)),
+        lambda m: local(m, sharded_ids(m)),
         f"{LOCAL}: seq_index is None but target is sharded over cp=2; pass the [s] index of stored positions",
     ),
     (
-        lambda m: local(m, cut_ids(m), torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])),
+        lambda m: local(m, sharded_ids(m), torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])),
         f"{LOCAL}: seq_index is not a permutation of 0..7",
     ),
-    (lambda m: local(m, cut_ids(m), torch.arange(7)), f"{LOCAL}: seq_index is not a permutation of 0..7"),
+    (lambda m: local(m, sharded_ids(m), torch.arange(7)), f"{LOCAL}: seq_index is not a permutation of 0..7"),
     (
-        lambda m: of_dtensor(m, cut_ids(m), (Shard(1), Shard(2)), torch.arange(8, device="meta")),
+        lambda m: score_dtensor(m, sharded_ids(m), (Shard(1), Shard(2)), torch.arange(8, device="meta")),
         f"{GLOBAL}: seq_index is on meta, without values; pass the index of stored positions",
     ),
     (
@@ -228,19 +228,19 @@ REJECTED = [
         "or no seq_index",
     ),
     (
-        lambda m: local(m, cut_ids(m), torch.arange(10), LOGITS[:, :5]),
+        lambda m: local(m, sharded_ids(m), torch.arange(10), LOGITS[:, :5]),
         f"{LOCAL}: target has 8 positions but vocab_parallel_logits covers 10; a stored order is not padded",
     ),
     (
-        lambda m: local(m, cut_ids(m), ORDER, LOGITS[:, :3]),
+        lambda m: local(m, sharded_ids(m), ORDER, LOGITS[:, :3]),
         f"{LOCAL}: target has 8 positions but vocab_parallel_logits covers 6 (3 per rank, cp=2)",
     ),
     (
-        lambda m: local(m, cut_ids(m, "tp"), ORDER),
+        lambda m: local(m, sharded_ids(m, "tp"), ORDER),
         f"{LOCAL}: target is Shard(dim=1) over tp; redistribute to Shard(0) or Replicate",
     ),
     (
-        lambda m: local(m, cut_ids(m, placement=Partial()), ORDER),
+        lambda m: local(m, sharded_ids(m, placement=Partial()), ORDER),
         f"{LOCAL}: target is Partial(sum) over cp; redistribute to Shard(1) or Replicate",
     ),
     (
@@ -254,43 +254,43 @@ REJECTED = [
         "redistribute to Shard(0) or Replicate",
     ),
     (
-        lambda m: of_dtensor(m, axes=("cp",), placements=[Shard(1)]),
+        lambda m: score_dtensor(m, axes=("cp",), placements=[Shard(1)]),
         f"{GLOBAL}: vocab_parallel_logits has no mesh dim 'tp' (mesh dims: cp); name the one that shards the "
         "vocabulary 'tp'",
     ),
     (
-        lambda m: of_dtensor(m, placements=(Replicate(), Replicate())),
+        lambda m: score_dtensor(m, placements=(Replicate(), Replicate())),
         f"{GLOBAL}: vocab_parallel_logits is Replicate over tp; redistribute to Shard(-1)",
     ),
     (
-        lambda m: of_dtensor(m, placements=(Partial(), Shard(2))),
+        lambda m: score_dtensor(m, placements=(Partial(), Shard(2))),
         f"{GLOBAL}: vocab_parallel_logits is Partial(sum) over cp; redistribute to Shard(1) or Replicate",
     ),
     (
-        lambda m: of_dtensor(m, placements=(Shard(1), Shard(2)), seq_index=ORDER),
+        lambda m: score_dtensor(m, placements=(Shard(1), Shard(2)), seq_index=ORDER),
         f"{GLOBAL}: vocab_parallel_logits is sharded over cp but input_ids is a plain tensor; pass a DTensor",
     ),
     (
-        lambda m: of_dtensor(m, cut_ids(m, placement=Replicate()), seq_index=ORDER),
+        lambda m: score_dtensor(m, sharded_ids(m, placement=Replicate()), seq_index=ORDER),
         f"{GLOBAL}: seq_index is given but vocab_parallel_logits is Replicate over cp; drop it, or shard the logits "
         "over cp",
     ),
     (
-        lambda m: of_dtensor(m, cut_ids(m)),
+        lambda m: score_dtensor(m, sharded_ids(m)),
         f"{GLOBAL}: input_ids is sharded over cp but vocab_parallel_logits is Replicate; redistribute one of them",
     ),
     (
-        lambda m: of_dtensor(m, cut_ids(m, placement=Replicate()), (Shard(1), Shard(2))),
+        lambda m: score_dtensor(m, sharded_ids(m, placement=Replicate()), (Shard(1), Shard(2))),
         f"{GLOBAL}: seq_index is None but vocab_parallel_logits is sharded over cp=2; pass the [s] index of stored "
         "positions",
     ),
     (
-        lambda m: local(m, cut_ids(m, placement=Replicate())),
+        lambda m: local(m, sharded_ids(m, placement=Replicate())),
         f"{LOCAL}: target has 8 positions but vocab_parallel_logits covers 4; where cp=2 shards the logits, pass "
         "seq_index",
     ),
     (
-        lambda m: of_dtensor(m, axes=("tp",), placements=[Shard(2)], seq_index=ORDER),
+        lambda m: score_dtensor(m, axes=("tp",), placements=[Shard(2)], seq_index=ORDER),
         f"{GLOBAL}: seq_index is given but the mesh has no dim 'cp' (mesh dims: tp)",
     ),
 ]

@@ -43,7 +43,7 @@ from torch_impl.contract.kinds import check as check
 from torch_impl.contract.kinds import type_name as type_name
 from torch_impl.contract.rejected import Rejected as Rejected
 from torch_impl.contract.rejected import TypeProblem as TypeProblem
-from torch_impl.contract.rejected import of_argument as of_argument
+from torch_impl.contract.rejected import sentence_about as sentence_about
 
 if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import Device as Device

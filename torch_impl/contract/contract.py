@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, overload
 
 from torch_impl.contract.kinds import BUILTIN, DEVICE, GRADIENT, INFERENCE, Instance, Kind, OneOf, RelatedKind, Sizes
-from torch_impl.contract.rejected import Rejected, of_argument, rejection
+from torch_impl.contract.rejected import Rejected, rejection, sentence_about
 
 P = ParamSpec("P")
 
@@ -98,7 +98,7 @@ class Contract:
                 continue
             problem: str | None = each.kind.problem(value)
             if problem is not None:
-                raise rejection(of_argument(each.name, problem))
+                raise rejection(sentence_about(each.name, problem))
         if self.communicates and DEVICE in sizes:
             device, name = sizes[DEVICE]
             if device.type == "meta":

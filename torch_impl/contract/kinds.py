@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
-from torch_impl.contract.rejected import TypeProblem, of_argument, rejection
+from torch_impl.contract.rejected import TypeProblem, rejection, sentence_about
 
 # Sizes by dim as written ("s", "v/tp"), each with the name of the argument that set it; the leading dims under "...". A
 # number that a later argument is compared with is stored under its argument's name ("vocab_start_index").
@@ -58,7 +58,7 @@ def check(kind: Kind | RelatedKind, name: str, value: Any, sizes: Sizes | None =
     if isinstance(kind, RelatedKind):
         sentence = kind.problem_beside(name, value, {} if sizes is None else sizes)
     else:
-        sentence = of_argument(name, kind.problem(value))
+        sentence = sentence_about(name, kind.problem(value))
     if sentence is not None:
         raise rejection(sentence)
 
@@ -212,7 +212,7 @@ class ListOf:
         for i, element in enumerate(value):
             problem = self.element.problem(element)
             if problem is not None:
-                return of_argument(f"[{i}]", problem)
+                return sentence_about(f"[{i}]", problem)
         return None
 
 

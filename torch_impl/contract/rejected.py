@@ -1,4 +1,4 @@
-"""The rejection of an argument, which the border of a contracted function gives the function's name."""
+"""The rejection of an argument; the border of a contracted function adds the function's name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class TypeProblem(str):
 
 
 @overload
-def of_argument(name: str, problem: str) -> str: ...
+def sentence_about(name: str, problem: str) -> str: ...
 @overload
-def of_argument(name: str, problem: str | None) -> str | None: ...
-def of_argument(name: str, problem: str | None) -> str | None:
+def sentence_about(name: str, problem: str | None) -> str | None: ...
+def sentence_about(name: str, problem: str | None) -> str | None:
     """The problem of a value, if it has one, in a sentence about `name`: an argument or a part of one (`[1]`)."""
     if problem is None:
         return None
@@ -25,8 +25,8 @@ class Rejected(ValueError):
 
         raise Rejected(f"k={k} of e={experts} experts; choose at most e")
 
-    The innermost contracted function that it leaves raises an `error` in its place, which begins with the function's
-    name: the arguments in the sentence are that function's. A caller sees a plain ValueError or TypeError, once named.
+    The innermost contracted function around it raises an `error` in its place, and puts its own name first: the
+    sentence is about its arguments. A caller sees a plain ValueError or TypeError, with one name.
     """
 
     def __init__(self, sentence: str, error: type[Exception] = ValueError) -> None:

@@ -20,7 +20,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import large_tensors
-from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, Sizes, TypeProblem, contract, of_argument
+from torch_impl.contract import (
+    Group,
+    Number,
+    Positive,
+    Sharded,
+    ShardedIds,
+    Sizes,
+    TypeProblem,
+    contract,
+    sentence_about,
+)
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.contract.kinds import too_large
 from torch_impl.vocab_parallel import fused_logprob, statistics
@@ -69,8 +79,8 @@ class _SamplingKind:
         for attribute, kind in kinds.items():
             setting = getattr(value, attribute, None)
             if setting is not None and (problem := kind.problem(setting)) is not None:
-                return of_argument(attribute, problem)
-        return of_argument("temperature", Number(0, above=True).problem(value.temperature))
+                return sentence_about(attribute, problem)
+        return sentence_about("temperature", Number(0, above=True).problem(value.temperature))
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import all_gather_stack
-from torch_impl.contract import Number, Rejected, Sizes, of_argument
+from torch_impl.contract import Number, Rejected, Sizes, sentence_about
 from torch_impl.layouts.index_arrays import ceil_bound
 from torch_impl.vocab_parallel.statistics import has_full_rows
 
@@ -30,7 +30,7 @@ class _RangeStart:
 
     def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
         sizes["vocab_start_index"] = (value, name)
-        return of_argument(name, Number(integer=True).problem(value))
+        return sentence_about(name, Number(integer=True).problem(value))
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _RangeEnd:
 
     def problem_beside(self, name: str, value: Any, sizes: Sizes) -> str | None:
         if (problem := Number(integer=True).problem(value)) is not None:
-            return of_argument(name, problem)
+            return sentence_about(name, problem)
         if "vocab_start_index" not in sizes:
             return f"vocab_start_index=None but {name}={value}; pass both, or neither to count ids in rank order"
         # The arguments to the left have stored the range's start and the width of the shard.

@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from parity_tests.evidence.benchmarks.accuracy import error_ratio
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.operations import costliest
-from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.evidence.benchmarks.ranks import run_ranks
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
@@ -48,7 +48,7 @@ def figure_of(shape: tuple[int, ...], world: int, rounds: int, is_promised: bool
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"shape": shape, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.evidence.benchmarks.attention"]
-        by_rank = found_by(command, world, folder, str(world), topic="attention", seconds=600)
+        by_rank = run_ranks(command, world, folder, str(world), topic="attention", seconds=600)
     ring = [sum(seconds) for seconds in zip(*(rank["ring"] for rank in by_rank), strict=True)]
     full_seconds = by_rank[0]["whole"]
     ratios = [ours / theirs for ours, theirs in zip(ring, full_seconds, strict=True)]

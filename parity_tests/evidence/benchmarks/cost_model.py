@@ -1,4 +1,4 @@
-"""The model against gloo on this CPU: links are fitted to messages alone, then collectives are predicted and timed.
+"""Compare the cost model with gloo on this CPU: fit links to messages alone, then predict and time collectives.
 
 `python -m parity_tests.evidence.benchmarks.cost_model` prints the table of docs/reference/cost.md. Times are the
 minimum of many, because other work on the machine only adds to them.
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.evidence.benchmarks.ranks import run_ranks
 from shardproof.cost.links import price
 from shardproof.cost.placement import Placement
 from shardproof.cost.sheet import Algorithm, Sheet
@@ -30,7 +30,7 @@ ELEMENT = 4
 # torch 2.13 renames the single-tensor forms and deprecates the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Times = Mapping[str, Mapping[int, float]]  # of an op, by bytes of input
+Times = Mapping[str, Mapping[int, float]]  # op -> bytes of input -> seconds
 
 
 def fitted(times: Mapping[int, float]) -> Sheet:
@@ -58,10 +58,10 @@ def table(times: Times, ranks: int) -> str:
     return "\n".join(lines)
 
 
-def slowest(of_ranks: Sequence[Times]) -> Times:
+def slowest(rank_times: Sequence[Times]) -> Times:
     """Each op's time on its slowest rank."""
-    ops = of_ranks[0]
-    return {op: {size: max(float(each[op][size]) for each in of_ranks) for size in ops[op]} for op in ops}
+    ops = rank_times[0]
+    return {op: {size: max(float(each[op][size]) for each in rank_times) for size in ops[op]} for op in ops}
 
 
 # On a rank
@@ -112,8 +112,8 @@ def measure() -> Times:
     """Times of gloo between two processes on this machine."""
     command = [sys.executable, "-m", "parity_tests.evidence.benchmarks.cost_model"]
     with tempfile.TemporaryDirectory() as folder:
-        of_ranks = found_by(command, RANKS, Path(folder), topic="cost", seconds=SECONDS)
-    by_size = [{op: {int(size): each for size, each in row.items()} for op, row in ops.items()} for ops in of_ranks]
+        found = run_ranks(command, RANKS, Path(folder), topic="cost", seconds=SECONDS)
+    by_size = [{op: {int(size): each for size, each in row.items()} for op, row in ops.items()} for ops in found]
     return slowest(by_size)
 
 

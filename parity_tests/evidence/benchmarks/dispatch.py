@@ -29,7 +29,7 @@ from parity_tests.evidence.benchmarks.accuracy import error_ratio
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.operations import costliest
 from parity_tests.evidence.benchmarks.peer_arms import missing
-from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.evidence.benchmarks.ranks import run_ranks
 from torch_impl.collectives.plain import all_to_all_equal
 from torch_impl.expert_parallel.dispatch import destinations, messages_of, sorted_choices
 
@@ -66,7 +66,7 @@ def figures_of(sizes: Sizes, dtype: str, world: int, rounds: int, keeps_pages: b
         (folder / "sizes.json").write_text(json.dumps({"sizes": asdict(sizes), "dtype": dtype, "rounds": rounds}))
         settings = ["env", *KEEPS_PAGES] if keeps_pages else []
         command = [*settings, sys.executable, "-m", "parity_tests.evidence.benchmarks.dispatch"]
-        by_rank = found_by(command, world, folder, str(world), topic="dispatch", seconds=600)
+        by_rank = run_ranks(command, world, folder, str(world), topic="dispatch", seconds=600)
     totals = {
         arm: [sum(seconds) for seconds in zip(*(rank["seconds"][arm] for rank in by_rank), strict=True)]
         for arm in by_rank[0]["seconds"]

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from parity_tests.evidence.benchmarks.accuracy import error_ratio
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.operations import costliest
-from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.evidence.benchmarks.ranks import run_ranks
 from torch_impl.collectives.plain import all_gather_concat, all_to_all_equal
 from torch_impl.vocab_parallel import DistributedLogprobWithSampling
 
@@ -60,7 +60,7 @@ def figures(tokens: int = TOKENS, vocabulary: int = VOCABULARY, rounds: int = RO
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "vocabulary": vocabulary, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.evidence.benchmarks.filters"]
-        by_rank = found_by(command, WORLD, folder, topic="filters", seconds=900)
+        by_rank = run_ranks(command, WORLD, folder, topic="filters", seconds=900)
     for name, limits in FILTERS.items():
         of_ranks = [of_rank[name] for of_rank in by_rank]
         ours, rows = (

@@ -29,7 +29,7 @@ from torch import Tensor
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.mamba_loop import loop_post, loop_pre
 from parity_tests.evidence.benchmarks.operations import costliest
-from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.evidence.benchmarks.ranks import run_ranks
 from shardproof.declare.counted import counted
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 from torch_impl.mamba.all_to_all import _all_to_all
@@ -111,7 +111,7 @@ def measured(tokens: int, sequences: tuple[int, ...], rounds: int) -> tuple[Seco
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "sequences": sequences, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.evidence.benchmarks.mamba"]
-        by_rank = found_by(command, WORLD, folder, topic="mamba", seconds=900)
+        by_rank = run_ranks(command, WORLD, folder, topic="mamba", seconds=900)
     operations = by_rank[0].pop("operations")
     seconds = {
         count: {arm: [sum(both) for both in zip(*(each[count][arm] for each in by_rank), strict=True)] for arm in arms}

@@ -16,7 +16,7 @@ import torch
 from parity_tests.evidence.benchmarks.arms import BOUND, DTYPES, ROUNDS, TIMED, WORLD
 from parity_tests.evidence.benchmarks.figure import Figure, spread
 from parity_tests.evidence.benchmarks.passes import ALONE
-from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.evidence.benchmarks.ranks import run_ranks
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.discover import lookup
 from shardproof.draw import inputs
@@ -72,7 +72,7 @@ def figures() -> Iterator[Figure]:
             for dtype in DTYPES:
                 _draw(topic, dtype, folder / f"{topic}_{dtype}.npz")
         command = [sys.executable, "-m", "parity_tests.evidence.benchmarks.arms"]
-        by_rank = found_by(command, WORLD, folder, topic="the peers", seconds=1800)
+        by_rank = run_ranks(command, WORLD, folder, topic="the peers", seconds=1800)
     for target in WANTED:
         for dtype in DTYPES:
             yield _promised(target, dtype, [of_rank[f"{target.topic} {dtype}"] for of_rank in by_rank])

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark, each a process: started together, and none outlives its answer."""
+"""Run the ranks of a benchmark as processes, which start together and end with their answers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from parity_tests.evidence.workers import Workers
 
 
-def found_by(
+def run_ranks(
     command: Sequence[str], world: int, folder: Path, *arguments: str, topic: str, seconds: float
 ) -> list[dict[str, Any]]:
     """Run `command RANK *further FOLDER` on each rank; returns the content of each rank's `found_RANK.json`.
 
-    Errors: RuntimeError as soon as a rank fails, or when they take longer than so many seconds.
+    Errors: RuntimeError as soon as a rank fails, or if the ranks take longer than `seconds`.
     """
     workers = Workers(world)
 

@@ -33,7 +33,7 @@ def test_the_toy_is_the_same_on_every_engine(engine):
 @pytest.mark.fast_values(2)
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_a_toy_that_should_fail_fails_for_its_cause(name, engine):
+def test_each_failing_toy_fails_for_its_cause(name, engine):
     job = FAILING[name]
     if job is killed and engine == "lockstep":
         return  # it would kill this process
@@ -43,7 +43,7 @@ def test_a_toy_that_should_fail_fails_for_its_cause(name, engine):
 
 
 @pytest.mark.parametrize("state", ["idle", "collective", "loop"])
-def test_the_parent_that_is_killed_is_a_program(state):
+def test_the_killed_parent_is_a_program(state):
     compile(PARENT.format(state=state), "parent", "exec")
 
 
@@ -68,7 +68,7 @@ ARMS = (
 )
 
 
-def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
+def test_a_page_begins_with_missed_promises_and_their_time():
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", FIGURES),)))
     assert page.startswith("# Benchmarks\n\nShardproof promises 2 figures: 1 are kept, and [1 are missed](#missed).")
     assert "| [late](#times) | <= 0.5 times | 0.6 times | 1.20 times | `mm` 61%, `send` 30% |" in page
@@ -79,7 +79,7 @@ def test_a_page_begins_with_what_is_missed_and_where_its_time_goes():
     assert page.endswith("The run took 7 s.\n")
 
 
-def test_the_farthest_from_its_promise_is_the_first_missed():
+def test_the_figure_farthest_from_its_promise_comes_first():
     promises = {"near": ("<= 2 s", "3 s"), "far": (">= 10 per second", "2"), "part": (">= 85% of a copy", "0.5 of it")}
     promises["nearest"] = ("<= 1.15 times", "1.15 times")  # both rounded
     figures = [Figure(name, *texts, False, "once") for name, texts in promises.items()]
@@ -119,11 +119,11 @@ def test_a_figure_without_a_profile_has_another_reason(name, measured, how, expe
     assert reason(late, Section("Times", (profiled, late))).startswith(expected)
 
 
-def test_every_section_says_what_it_promises():
+def test_every_section_states_its_promise():
     assert list(PROMISED) == list(SECTIONS.values()) and set(REASONS) <= set(PROMISED)
 
 
-def test_a_page_says_what_each_section_is_compared_with():
+def test_a_page_names_the_comparison_of_each_section():
     def figure(name, promised, is_met=True):
         return Figure(name, promised, "1 times", is_met, "s=64 v=8; once")
 
@@ -145,7 +145,7 @@ def test_a_section_measured_on_the_same_machine_does_not_repeat_it():
         assert f"\n\nMeasured apart, 2026-02-02: {printed}. Load: 3.0.\n\n" in page
 
 
-def test_implementations_of_one_work_have_a_bar_and_a_row_each():
+def test_each_implementation_has_a_bar_and_a_row():
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Peers", ARMS),)))
     space, bar = "\N{NO-BREAK SPACE}", "█" * 8
     assert f"| ours | 50{space}ms | 1 | {bar} |\n| theirs | 100{space}ms | 2 | {bar * 2} |\n" in page
@@ -154,7 +154,7 @@ def test_implementations_of_one_work_have_a_bar_and_a_row_each():
     assert "| theirs | 100 ms | 2 | not seen | not seen |  | 3 | - |" in page
 
 
-def test_the_committed_page_is_that_of_the_committed_figures():
+def test_the_committed_page_shows_the_committed_figures():
     run = read(ROOT / "docs" / "benchmarks.json")
     assert run is not None and text(run) == (ROOT / "docs" / "benchmarks.md").read_text()
     for section in run.sections:
@@ -172,7 +172,7 @@ def test_figures_are_stored_whole(tmp_path):
     assert read(tmp_path / "figures.json") == run and read(tmp_path / "none.json") is None
 
 
-def test_what_cannot_run_here_stays_as_it_was_measured_elsewhere():
+def test_a_section_that_cannot_run_here_keeps_its_other_measurement():
     here = Section(
         "Kernels", (Figure("kernel", "<= 2 s", "not run: needs CUDA", None, "-"),), "2026-01-03: here. Load: 1.0."
     )

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from parity_tests.evidence.benchmarks.ranks import found_by
+from parity_tests.evidence.benchmarks.ranks import run_ranks
 from parity_tests.specimens.processes import is_there
 
 # Writes its process id where the test looks for it; then rank 1 ends as it is asked to, once rank 0 is there.
@@ -28,7 +28,7 @@ def pids(folder):
 
 
 def test_results_of_every_rank(tmp_path):
-    records = found_by(COMMAND, 2, tmp_path, "end", topic="this", seconds=60)
+    records = run_ranks(COMMAND, 2, tmp_path, "end", topic="this", seconds=60)
     assert [of_rank["pid"] for of_rank in records] == pids(tmp_path)
     assert not any(map(is_there, pids(tmp_path)))
 
@@ -43,6 +43,6 @@ def test_results_of_every_rank(tmp_path):
 )
 def test_no_rank_outlives_one_that_fails_or_hangs(how, seconds, text, tmp_path):
     with pytest.raises(RuntimeError) as caught:
-        found_by(COMMAND, 2, tmp_path, how, topic="this", seconds=seconds)
+        run_ranks(COMMAND, 2, tmp_path, how, topic="this", seconds=seconds)
     assert str(caught.value) == text
     assert not any(map(is_there, pids(tmp_path)))

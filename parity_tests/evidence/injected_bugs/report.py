@@ -28,12 +28,13 @@ HEAD = """# Injected bugs
 
 A test suite is worth what it catches. `parity_tests/evidence/injected_bugs/` is a catalogue of bugs, written by hand,
 that are injected one at a time into our own components, in memory; the tree is never written. An oracle should
-catch each bug, and report it in the right words, on the drawn examples that the parity tests judge; those that survive
-are listed. Every fourth example stands inside sub-groups of a larger world.
+catch each bug, and report it in the right words, on the drawn examples that the parity tests judge; surviving bugs are
+listed. Every fourth example runs inside sub-groups of a larger world.
 
-Beside it stands a test as it is often written: two ranks, one shape, equal shards, float32, three seeds, the same
-budgets. *By one shape* counts its values and failed ranks; *by values alone* what drawn examples catch without the
-oracles of protocol, cost and hygiene. *Examples* is how many drawn examples of the scheme it took.
+The page compares this with a typical test: two ranks, one shape, equal shards, float32, three seeds, the same budgets.
+*By one shape* counts the bugs that the typical test catches by values or failed ranks; *by values alone* counts the
+bugs that drawn examples catch without the oracles of protocol, cost and hygiene. *Examples* is the number of drawn
+examples of the scheme until a bug is caught.
 
 {written_by}
 It also writes a line for each bug into `build/injected_bugs.md`.
@@ -43,14 +44,14 @@ It also writes a line for each bug into `build/injected_bugs.md`.
 
 ## By component
 
-Without the bugs that are equivalent.
+Equivalent bugs are not counted.
 
 {summary}
 """
 
 
 class Progress:
-    """Prints how far a run has come, on standard error: one line that is overwritten on a terminal, else a few."""
+    """Prints the progress of a run on standard error: one line that is overwritten on a terminal, else a few lines."""
 
     def __init__(self, console: Console, every_s: float = PROGRESS_S) -> None:
         self.console, self.every_s = console, every_s
@@ -68,7 +69,7 @@ class Progress:
 
 @contextmanager
 def without_schedule_warnings() -> Iterator[None]:
-    """The schedules are drawn, not chosen by the user."""
+    """Silence warnings on few micro-batches: these schedules are drawn, not chosen by a user."""
     logger = logging.getLogger(SCHEDULE_LOGGER)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -90,7 +91,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
-    """A bug's line: in the order of COLUMNS."""
+    """The cells of a bug's line, in the order of COLUMNS."""
     first = outcome.catches[0] if outcome.catches else None
     return (
         outcome.bug.name,
@@ -188,8 +189,8 @@ def write_page(outcomes: Sequence[Outcome], examples: int, folder: Path) -> None
 def summary(rows: Sequence[tuple[str, tuple[str, ...]]]) -> str:
     """A table of one line for each component, from (component, cells) of each bug."""
     lines = []
-    for component, of_component in by_component(rows, lambda row: row[0]):
-        records = [dict(zip(COLUMNS, row, strict=True)) for _, row in of_component]
+    for component, group in by_component(rows, lambda row: row[0]):
+        records = [dict(zip(COLUMNS, row, strict=True)) for _, row in group]
         records = [record for record in records if record["caught by"] != EQUIVALENT]
         needed = sorted(int(record["examples"]) for record in records if record["caught by"] != SURVIVED)
         by_value = sum(record["values alone"] != "-" for record in records)
@@ -200,13 +201,13 @@ def summary(rows: Sequence[tuple[str, tuple[str, ...]]]) -> str:
 
 
 def one_by_one(outcomes: Sequence[Outcome]) -> str:
-    """The line of every bug, a table for each component."""
+    """A line for every bug, in a table for each component."""
     rows = ((outcome.bug.component, _with_source(outcome)) for outcome in outcomes)
     return tables("Injected bugs, one by one", COLUMNS, rows)
 
 
 def figure(outcomes: Sequence[Outcome], examples: int) -> Any:
-    """The curve: share caught within so many examples, and the two baselines as lines."""
+    """A curve of the share of bugs caught within each number of examples, and the two baselines as lines."""
     from matplotlib.figure import Figure
 
     observable = counted(outcomes)

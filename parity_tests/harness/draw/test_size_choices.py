@@ -1,4 +1,4 @@
-"""The choice of shapes: few, simplest first, some for every mesh, formulas satisfied, and messages."""
+"""The choice of shapes: few, the simplest first, some for every mesh, and as formulas demand; and its messages."""
 
 import inspect
 import itertools
@@ -15,7 +15,7 @@ NUMBERS = itertools.count()
 
 
 def declared(mesh, inputs, outputs, **more):
-    """A scheme that is only declared."""
+    """A scheme that computes nothing."""
 
     def function(mesh, **arguments): ...
 
@@ -78,14 +78,14 @@ def test_the_first_shape_is_the_smallest():
     assert all(len(set(shape.values())) > 1 for shape in shapes[1:])  # unequal sizes are the rule
 
 
-def test_each_mesh_has_a_shape_of_several_rows_and_columns_and_one_of_a_column_each_rank():
+def test_each_mesh_has_a_shape_of_several_columns_per_rank_and_one_of_a_single_column():
     """A rank with one row hides a swap of rows, and one column in all has the same softmax whatever the function."""
     declaration = SCHEMES["one sharding"]
     shapes = size_choices.shapes(declaration, {}, size_choices.meshes(declaration, {}, None), 8)
     for tp in (1, 2, 4):
-        of_rank = [(shape["b"], shape["s"], shape["v"] / tp) for shape in shapes[1:]]
-        assert (2, 3, 5) in of_rank
-        assert (3, 5, 1) in of_rank
+        local_sizes = [(shape["b"], shape["s"], shape["v"] / tp) for shape in shapes[1:]]
+        assert (2, 3, 5) in local_sizes
+        assert (3, 5, 1) in local_sizes
 
 
 def test_local_sizes():
@@ -128,7 +128,7 @@ def test_sizes_given_by_hand():
         "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert declaration.case(cp=4, s=32).dims["s"] == 32
-    # Of the declared meshes, only those that can shard it are kept: 30 is not a multiple of 4 or 8.
+    # Only the declared meshes that can shard 30 are kept: it is not a multiple of 4 or 8.
     assert {declaration.case(s=30, seed=seed).cp for seed in range(40)} == {1, 3}
     assert declaration.case(cp=5, s=10).mesh == {"cp": 5}
 

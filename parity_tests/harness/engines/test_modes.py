@@ -1,4 +1,4 @@
-"""A mode of torch's that is on where a scheme is verified, or that its file has left on, changes no verdict."""
+"""A mode of torch around `verify`, or a mode that a scheme's file leaves on, changes no verdict."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class ZeroFunctions(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, ZeroOperations, ZeroFunctions])
-def test_a_verdict_is_of_numbers(mode):
+def test_a_mode_changes_no_verdict(mode):
     with mode():
         verdicts = [
             declared(lambda mesh, x, n=n: x * n, inputs={"x": "b/tp"}).verify(examples=2, tp=2).ok for n in (2, 3)
@@ -42,7 +42,7 @@ LEFT_ON = "from torch._subclasses.fake_tensor import FakeTensorMode\nFakeTensorM
 
 
 @pytest.mark.parametrize(("engine", "body", "status"), [("lockstep", TIMES_RANKS, MISMATCH), ("gloo", RIGHT, EQUAL)])
-def test_a_file_may_leave_one_on(engine, body, status, tmp_path, monkeypatch):
+def test_a_file_may_leave_a_mode_on(engine, body, status, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = written("left_on.py", LEFT_ON, body, engines=(engine,))
     done = warm_python.run("-m", "shardproof", "verify", file, "--engine", engine, "--mesh", "tp=2", "--examples", "1")

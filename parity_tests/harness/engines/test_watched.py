@@ -26,8 +26,8 @@ def on_two(job, engine="gloo"):
     return run(job, CaseSpec("watched", {"tp": WORLD}), engine)
 
 
-def counted(counts):
-    """CommDebugMode's counts by the ledger's names."""
+def ledger_counts(counts):
+    """CommDebugMode's counts, under the ledger's names."""
     total = Counter()
     for op, count in counts.items():
         (family,) = (name for name, parts in FAMILIES.items() if any(part in str(op) for part in parts))
@@ -71,7 +71,7 @@ def fsdp(mesh):
 
 
 def watched_step(build):
-    """A job: the rows of the second step; the first may do more."""
+    """A job that returns the rows of the second step; the first step may send more."""
 
     def job(mesh, case):
         model = build(mesh)
@@ -84,14 +84,14 @@ def watched_step(build):
 
 
 def counted_step(build):
-    """A job: CommDebugMode counts the same step. Its hooks are the process's: it is for engines of processes."""
+    """A job in which CommDebugMode counts the same step. Its hooks hold for a process, so lockstep cannot run it."""
 
     def job(mesh, case):
         model = build(mesh)
         step(model)
         with CommDebugMode() as counts:
             step(model)
-        return dict(counted(counts.get_comm_counts()))
+        return dict(ledger_counts(counts.get_comm_counts()))
 
     return job
 
@@ -169,7 +169,7 @@ def test_tensor_parallelism_by_module_phase_and_bytes(engine):
         }
 
 
-def test_where_the_input_needs_no_gradient_the_first_layer_sends_none():
+def test_the_first_layer_sends_no_gradient_of_an_input_that_needs_none():
     def job(mesh, case):
         model = tensor_parallel(mesh)
         with watch(mesh) as ledger:
@@ -181,7 +181,7 @@ def test_where_the_input_needs_no_gradient_the_first_layer_sends_none():
 
 
 class Shared(torch.autograd.Function):
-    """Forward nothing, backward the sum of the ranks' gradients."""
+    """The forward returns x, and the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -196,7 +196,7 @@ class Shared(torch.autograd.Function):
 
 
 class Outer(nn.Module):
-    """Sums its input's gradient before its part is called: backward, after that part has ended."""
+    """Sums the gradient of its input. In the backward that happens after the backward of its part has ended."""
 
     def __init__(self, group):
         super().__init__()
@@ -206,7 +206,7 @@ class Outer(nn.Module):
         return self.part(Shared.apply(x, self.group))
 
 
-def test_a_modules_own_work_before_its_part_is_its_own_in_backward():
+def test_a_sum_before_a_part_belongs_to_the_outer_module_in_backward():
     def job(mesh, case):
         with watch(mesh) as ledger:
             step(Outer(mesh["tp"]))
@@ -226,7 +226,7 @@ class Returning(nn.Module):
         return self.part(x)
 
 
-def test_a_part_whose_output_is_its_parents_is_the_inner_one():
+def test_the_inner_of_two_modules_with_one_output_is_named():
     def job(mesh, case):
         with watch(mesh) as ledger:
             step(Returning(mesh["tp"]))
@@ -298,12 +298,12 @@ def test_an_exception_ends_the_block():
     assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
 
 
-def test_ranks_of_lockstep_have_the_rows_that_the_run_has():
+def test_ranks_of_lockstep_have_the_rows_of_the_run():
     ranks = on_two(watched_step(tensor_parallel), "lockstep")
     for rank, rows in enumerate(ranks.results):
         assert rows == ranks.ledger.of(rank)[-4:]
 
 
-def test_a_mesh_that_is_none_is_rejected():
+def test_a_wrong_mesh_is_rejected():
     with pytest.raises(TypeError, match=r"^watch: mesh is a list; pass a DeviceMesh, or nothing$"), watch([2]):
         pass

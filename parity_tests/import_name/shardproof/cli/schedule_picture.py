@@ -1,4 +1,4 @@
-"""Output of `shardproof schedule`: a schedule by name or file, simulated on paper, as a grid, JSON or a figure."""
+"""The output of `shardproof schedule`: a simulated schedule, from a name or a file, as a grid, JSON or a figure."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def show(
     """Print one schedule. Errors: ValueError for an unknown or impossible schedule."""
     check_writable(figure=figure, csv=csv, json=json)
     try:
-        name, order, placed = _schedule_of(target, pp, microbatches, stages_per_rank)
-        timeline = simulate(order, placed, times)
+        name, order, stage_ranks = _schedule_of(target, pp, microbatches, stages_per_rank)
+        timeline = simulate(order, stage_ranks, times)
     except (ValueError, FileNotFoundError) as error:
         message = getattr(error, "strerror", None) or str(error)
         raise ValueError(_in_options(message, target)) from None
