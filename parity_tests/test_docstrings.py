@@ -1,4 +1,4 @@
-"""Public docstrings say their arguments, errors, cost and specs; and the rule that asks for it sees an omission."""
+"""Public docstrings state arguments, errors, cost and specs; and the rule that checks them finds an omission."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_public_docstring_is_complete(home):
     assert {name: wanting for name, wanting in missing.items() if wanting} == {}
 
 
-# Docstrings that still say their specs beside the signature. The list may only become shorter.
+# Docstrings that still repeat the specs of the signature. The list may only become shorter.
 REPEATED = frozenset(
     {
         "context_parallel.BatchLayout.gather",
@@ -42,7 +42,7 @@ REPEATED = frozenset(
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_docstring_does_not_repeat_its_contract(home):
-    """The manual prints the specs of the signature, so that nobody has to compare two of them."""
+    """The manual prints the specs of the signature; a copy in the docstring could differ from them."""
     before = home.removeprefix("torch_impl.")
     repeated = {f"{before}.{name}" for name, of in docstrings.contracted(home).items() if docstrings.repeats_specs(of)}
     assert repeated == {name for name in REPEATED if name.startswith(f"{before}.")}
@@ -65,7 +65,7 @@ def test_a_repeated_contract_is_seen(monkeypatch):
     assert not docstrings.repeats_specs(doubled)
 
 
-# The rule itself: each of these omits one thing.
+# The rule itself: the docstrings of these omit required items.
 
 
 def undocumented(x):

@@ -11,13 +11,13 @@ from shardproof.cost.attention import gathered_cost, heads_cost, key_costs, prod
 
 DTYPES = ("float32", "bfloat16", "float64")
 HEADS = {**dict.fromkeys(("q", "k"), values("normal", "ties", "zeros")), "v": values("normal", "ties")}
-# Causal is 1 or 2. A window is n + 2 for n above 0, else none, so in half of the cases: each rule meets each often.
-# With a single key the gradients of q and k are 0, and the computed values are rounding.
+# Attention is causal for 1 and 2. A window has n + 2 positions for n above 0, and is absent in the other half of the
+# cases, so both rules often meet. It has 3 or more: with one key the gradients of q and k would be rounding errors.
 RULES = {"causal": integers(0, 2), "window": integers(-7, 7)}
 # Stored in the dtype and used again: the softmax, a block's output, the output of all, the product of the cotangent and
 # the values, its softmax gradient, and a block's gradients.
 ROUNDINGS = 6
-SCALE = 0.375  # of all schemes whose rules are data; others leave it out
+SCALE = 0.375  # in all schemes with rules as data; other schemes leave it out
 
 
 def rules(causal, window):
@@ -26,7 +26,7 @@ def rules(causal, window):
 
 
 def can_share_heads(c):
-    """Whether the ranks of a case can each have as many query heads, and as many KV heads or a copy of one."""
+    """Whether all ranks of a case get equally many query heads, and equally many KV heads or a copy of one."""
     ranks = c.cp if c.options.get("exchange") == "ulysses" else c.mesh.get("heads", 1)
     return c.h % ranks == 0 and (c.g % ranks == 0 or ranks % c.g == 0)
 
@@ -37,7 +37,7 @@ def limits(causal, window):
 
 
 def exchange_cost(c, positions, rules, padded=None, real=None, prefix_of=()):
-    """Of the exchange among the options of a case, whose rank r has `positions[r]`."""
+    """The cost of the exchange in a case's options; rank r has `positions[r]`."""
     if c.exchange == "ring":
         return key_costs(c, positions, visible_pairs(c.s, *rules, padded, real, prefix_of), c.g, products(c))
     rows = max(map(len, positions))
@@ -45,7 +45,7 @@ def exchange_cost(c, positions, rules, padded=None, real=None, prefix_of=()):
 
 
 def dense_cost(layout):
-    """Of one sequence by a layout of its name, with the rules of RULES."""
+    """The cost function for one sequence in the named layout, with the inputs of RULES."""
 
     def cost(c, causal, window):
         return exchange_cost(c, getattr(jax_ref.layouts, layout)(c.s, c.cp), limits(causal, window))
@@ -54,7 +54,7 @@ def dense_cost(layout):
 
 
 def packed_cost(layout):
-    """Of packed sequences, by a layout of its name."""
+    """The cost function for packed sequences in the named layout."""
 
     def cost(c, padded, real, causal, window):
         return exchange_cost(c, stream(layout, c.s, c.cp, padded), limits(causal, window), padded, real)
@@ -63,19 +63,19 @@ def packed_cost(layout):
 
 
 def stream(layout, size, world, padded):
-    """The positions of packed sequences by the name of a layout."""
+    """The positions of packed sequences in the named layout."""
     offsets = (padded.tolist(),) if layout == "packed" else ()
     return getattr(jax_ref.layouts, layout)(size, world, *offsets)
 
 
 def usp_cost(c, causal, window, positions=None, padded=None, real=None):
-    """Rank r of the ring has `positions[r]`, and all ranks of a group that exchange heads send alike."""
+    """The cost of USP. Rank r of the ring has `positions[r]`; all ranks of a heads group send the same."""
     positions = jax_ref.layouts.dual_chunk_swap(c.s, c.ring) if positions is None else positions
     return cost_over_two_axes(c, positions, visible_pairs(c.s, *limits(causal, window), padded, real))
 
 
 def cost_over_two_axes(c, positions, visible):
-    """The same, of pairs that are listed."""
+    """The cost of USP for a table of visible pairs."""
     a, rows = c.heads, c.s // (c.heads * c.ring)
     mixed = heads_cost(c, a, rows, "heads")
     ring = key_costs(c, positions, visible, max(c.g, a) // a, products(c), "ring")

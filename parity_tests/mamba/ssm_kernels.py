@@ -30,7 +30,7 @@ def scan(x, dt, A, B, C, chunk_size, D=None, initial_states=None, seq_idx=None, 
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, activation=None):
-    """`causal_conv1d_fn`, of [b, c, s]: channels last in memory, and strides of nothing but x."""
+    """`causal_conv1d_fn` for x of [b, c, s] with channels last in memory; the other arguments are contiguous."""
     assert x.stride(1) == 1 and x.stride(2) == x.shape[1] and x.stride(0) == x.shape[1] * x.shape[2]
     assert weight.is_contiguous() and (bias is None or bias.dtype == weight.dtype)
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())

@@ -26,7 +26,7 @@ from shardproof.verify_one_case import verify_case
 pytestmark = pytest.mark.skipif(not is_installed(), reason=NEEDS)
 
 
-def of_each_sequence(cu, *tensors):
+def sequences(cu, *tensors):
     """Rows of dim 1 of each tensor, for each sequence that has any."""
     for start, stop in pairwise(cu.tolist()):
         if start < stop:
@@ -34,16 +34,16 @@ def of_each_sequence(cu, *tensors):
 
 
 def block(x):
-    """A length of chunks that divides dim 1, for functions that take no other."""
+    """A chunk length that divides dim 1, as some functions require."""
     return next(size for size in (4, 3, 2, 1) if x.shape[1] % size == 0)
 
 
 def minimal(x, dt, A, B, C, D, entering, cu):
-    """Listing 1 of the paper, states going in and out."""
+    """Listing 1 of the paper, with an initial and a final state."""
     dt, A, each = dt.exp(), -A.exp(), x.shape[2] // B.shape[2]
     terms = x * dt[..., None], dt * A, *(part.repeat_interleave(each, 2) for part in (B, C))
     y, state = [], entering
-    for k, part in enumerate(of_each_sequence(cu, *terms)):
+    for k, part in enumerate(sequences(cu, *terms)):
         first = entering if k == 0 else torch.zeros_like(entering)
         out, state = outside().minimal.ssd_minimal_discrete(*part, block(part[0]), initial_states=first[:, None])
         y.append(out)
@@ -51,9 +51,9 @@ def minimal(x, dt, A, B, C, D, entering, cu):
 
 
 def combined(x, dt, A, B, C, D, entering, cu):
-    """Their chunked scan in plain torch, in float32 inside. No state goes in; it gives none."""
+    """mamba-ssm's chunked scan in plain torch, in float32 inside, without initial and final states."""
     scan, dt, A = outside().scan.ssd_chunk_scan_combined_ref, dt.exp(), -A.exp()
-    parts = of_each_sequence(cu, x, dt, B, C)
+    parts = sequences(cu, x, dt, B, C)
     return (torch.cat([scan(x, dt, A, B, C, block(x), D=D.expand(x.shape[2:])) for x, dt, B, C in parts], 1),)
 
 
@@ -61,7 +61,7 @@ def stepwise(x, dt, A, B, C, D, entering, cu):
     """One token after another; the state is overwritten, so there is no gradient."""
     state, y, dt = entering.clone(), [], dt.exp()[..., None].expand_as(x)
     A, D = -A.exp()[:, None, None].expand(state.shape[1:]), D.expand(x.shape[2:])
-    for k, part in enumerate(of_each_sequence(cu, x, dt, B, C)):
+    for k, part in enumerate(sequences(cu, x, dt, B, C)):
         if k:
             state.zero_()
         for x_t, dt_t, B_t, C_t in zip(*(each.unbind(1) for each in part), strict=True):
@@ -70,14 +70,14 @@ def stepwise(x, dt, A, B, C, D, entering, cu):
 
 
 def convolution(x, weight, bias, cu):
-    """Of the full stream: it takes the sequence of each token."""
+    """causal-conv1d's convolution of the full stream; it takes the sequence of each token."""
     ids = torch.searchsorted(cu[1:].contiguous(), torch.arange(x.shape[1]), right=True).expand(x.shape[:2])
     y = outside().conv.causal_conv1d_ref(x.transpose(1, 2), weight, bias, activation="silu", seq_idx=ids)
     return (y.transpose(1, 2),)
 
 
 def layer(case):
-    """All of mamba-ssm's Mamba2 of each sequence, in float32 inside."""
+    """mamba-ssm's whole Mamba2 layer for each sequence, in float32 inside."""
     variant = case.options.get("variant", {})
     groups = variant.get("norm_groups", case.dims["g"])
     limits = variant.get("dt_limit", case.options.get("limits", (0.0, math.inf)))
@@ -102,12 +102,12 @@ def layer(case):
                 ngroups=case.dims["g"],
                 **fixed,
             )
-            for (part,) in of_each_sequence(cu, u)
+            for (part,) in sequences(cu, u)
         ]
         return (torch.cat(outputs, 1),)
 
     def in_plain_torch(**arrays):
-        """Their three functions for CUDA replaced by their own of plain torch."""
+        """Call `function` with the three CUDA functions replaced by the libraries' own plain torch."""
         theirs = outside()
 
         def norm(x, weight, bias, z, eps, norm_before_gate):
@@ -125,7 +125,7 @@ def layer(case):
 
 
 def agrees(scheme, case, function, has_gradients=True):
-    """Ours, judged against the reference, is within the same budgets of theirs."""
+    """Our results pass against the reference, and are within the same budgets of the other library's results."""
     report = verify_case(scheme, case)
     report.raise_if_failed()
     tensors = {
@@ -148,42 +148,42 @@ def agrees(scheme, case, function, has_gradients=True):
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_scan_is_the_listing_of_the_paper(seed):
+def test_the_scan_agrees_with_the_listing_of_the_paper(seed):
     agrees(scanned, scanned.case(seed=seed, dtype="float64", s=9), minimal)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_scan_is_their_step_of_one_token(seed):
+def test_the_scan_agrees_with_their_step_of_one_token(seed):
     agrees(scanned, scanned.case(seed=seed, dtype="float64", s=9), stepwise, has_gradients=False)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_scan_is_their_chunked_scan(seed):
+def test_the_scan_agrees_with_their_chunked_scan(seed):
     case = scanned.case(seed=seed, dtype="float32", s=9)
     case = case.replace(values={**case.values, "entering": {"kind": "zeros"}})
     agrees(scanned, case, combined, has_gradients=False)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_convolution_is_theirs(seed):
+def test_the_convolution_agrees_with_theirs(seed):
     agrees(convolved, convolved.case(seed=seed, dtype="float64", s=9, has_wide_taps=False), convolution)
 
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_layer_is_theirs(variant):
+def test_the_layer_agrees_with_theirs(variant):
     case = mamba2.case(seed=2, dtype="float32", variant=variant, g=2)
     agrees(mamba2, case, layer(case))
 
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("scheme", [hidden_parallel_packed, state_passing_packed, state_passing_stream])
-def test_the_layer_over_ranks_is_theirs(scheme):
+def test_the_layer_over_ranks_agrees_with_theirs(scheme):
     case = scheme.case(seed=1, dtype="float32", cp=2, g=2)
     agrees(scheme, case, layer(case))
 
 
-def test_one_that_is_another_function_does_not_agree():
+def test_another_function_does_not_agree():
     def half_the_decay(A, **arguments):
         return minimal(A=A - 0.7, **arguments)
 

@@ -1,4 +1,4 @@
-"""A trace where infinities and NaN stand: in the same places they are equal, and nothing else is."""
+"""Traces with infinities and NaN: tensors are equal only if these are in the same places."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from torch import nn
 from shardproof.tracing import Pair, first, trace_pair
 
 WEIGHT = torch.tensor([[1.0, -1.0], [0.5, 2.0]], dtype=torch.float64)
-X = torch.tensor([[1.0, 3.0], [2.0, -1.0]], dtype=torch.float64)  # of their products with WEIGHT one is -2
+X = torch.tensor([[1.0, 3.0], [2.0, -1.0]], dtype=torch.float64)  # one of its products with WEIGHT is -2
 
 
 class Rooted(nn.Module):
@@ -47,7 +47,7 @@ def masked(y):
     return torch.where(y > 0, y, -torch.inf)
 
 
-def test_a_gradient_that_is_not_a_number_in_the_reference_alone():
+def test_a_gradient_is_nan_in_the_reference_only():
     compared = lines(positive_root, lambda y: jnp.where(y > 0, jnp.sqrt(jnp.maximum(y, 1.0) * jnp.sign(y)), 0.0))
     line = first(compared)
     assert line is not None and line.phase == "backward"
@@ -58,7 +58,7 @@ def test_infinities_in_the_same_places_are_equal():
 
 
 @pytest.mark.parametrize("filled", [0.0, np.inf, np.nan])
-def test_infinities_elsewhere_are_not(filled):
+def test_infinities_in_other_places_are_a_mismatch(filled):
     line = first(lines(masked, lambda y: jnp.where(y > 0, y, filled)))
     assert line is not None and line.phase == "forward"
 

@@ -49,7 +49,7 @@ def test_another_shape_is_never_near():
     assert distance(np.ones((2, 1)), np.ones((1, 2))) == math.inf
 
 
-def test_nothing_is_near_nothing_alone():
+def test_only_zeros_are_near_zeros():
     assert distance(np.zeros(2), np.zeros(2)) == 0.0
     assert distance(np.full(2, 1e-30), np.zeros(2)) > 1.0
 

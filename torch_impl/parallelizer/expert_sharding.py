@@ -1,4 +1,4 @@
-"""Shard a model's experts over ep and tp: each rank has e/ep of a layer's experts, and of each its columns over tp.
+"""Shard a model's experts over ep and tp: each rank has e/ep of a layer's experts, and its columns of each over tp.
 
 A transformers module of experts has all experts of a layer in two stacks (`expert_layouts`), and its arguments are
 tokens, their expert ids and their gates. The module keeps its place and the names of its parameters, and the router
@@ -68,17 +68,17 @@ def fsdp_dims(module: nn.Module, ranks: int) -> dict[str, int]:
     and the full tensor has one order. FSDP shards only the first dim into unequal parts. A bias of columns has no
     width.
     """
-    of_leaves = layout_of(module).dims.items()
-    dims = {leaf: names.index("d") if "d" in names else 0 for leaf, names in of_leaves}
+    leaves = layout_of(module).dims.items()
+    dims = {leaf: names.index("d") if "d" in names else 0 for leaf, names in leaves}
     return {leaf: 0 if module.get_parameter(leaf).shape[dim] % ranks else dim for leaf, dim in dims.items()}
 
 
-# (module, tokens, gates, ids, the group of ep, that of tp) -> the sums of the experts' outputs
+# (module, tokens, gates, ids, ep group, tp group) -> the sums of the experts' outputs
 Outputs = Callable[[nn.Module, Tensor, Tensor, Tensor, ProcessGroup, "ProcessGroup | None"], Tensor]
 
 
 def _called_with(names: tuple[str, str, str], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of three arguments that is also called by these names."""
+    """A function whose three arguments may also be passed by these names."""
 
     signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 

@@ -24,8 +24,8 @@ has them as diffs.
 
 A belief is judged by `shardproof verify` with default settings: by up to {farthest} schemes of its component that run
 its line, the nearest first, then by as many of the other components. No further scheme is begun after {limit:.0f}
-seconds. What these miss is judged by the fast tests of the component that run the line. Outcomes of earlier runs are
-kept.
+seconds. A belief that these miss is judged by the fast tests of the component that run the line. Outcomes of earlier
+runs are kept.
 
 {written_by}
 
@@ -84,7 +84,7 @@ def closing(all_verdicts: Sequence[Verdict]) -> list[str]:
         lines += [f"{own_alone} of the missed ones were tried on the schemes of their own component alone."]
     untried, untested = len(all_verdicts) - len(tried), sum(each.is_open for each in tried)
     if untried or untested:
-        lines += [f"Not run yet: drawn cases on {untried}, fast tests on {untested} of those that these miss."]
+        lines += [f"Not run yet: drawn cases on {untried}, fast tests on {untested} of those missed."]
     return lines
 
 

@@ -112,7 +112,7 @@ def test_the_page_has_the_shares_and_each_survivor():
     assert page.closing(verdicts)[0].startswith("1 of 4 (25.0%) are caught by drawn cases")
     assert page.closing(verdicts)[1].startswith("at least 2 of 4 (50.0%) are caught by drawn cases or fast tests")
     assert page.closing(verdicts[:3])[1].startswith("2 of 3 (66.7%) are caught by drawn cases or fast tests")
-    assert page.closing(verdicts)[-1] == "Not run yet: drawn cases on 1, fast tests on 1 of those that these miss."
+    assert page.closing(verdicts)[-1] == "Not run yet: drawn cases on 1, fast tests on 1 of those missed."
     text = page.text(verdicts)
     assert f"`{BELIEFS[2].at}`: {BELIEFS[2].name}" in text.partition("## Caught by nothing")[2].partition("\n## ")[0]
     assert "by `test_x`" in text.partition("## Caught by the tests alone")[2]

@@ -23,6 +23,6 @@ class Figure:
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:
-    """Median with least and greatest."""
+    """The median, with the least and the greatest value."""
     middle, smallest, largest = statistics.median(values), min(values), max(values)
     return f"{middle:.{digits}g}{unit} ({smallest:.{digits}g} to {largest:.{digits}g})"

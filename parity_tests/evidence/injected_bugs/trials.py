@@ -1,6 +1,6 @@
 """The cases that a bug is tried on, with their references, and the lines of production that each scheme executes.
 
-The cases are drawn once for all bugs. Production never enters a reference, so that one evaluation serves every bug.
+The cases are drawn once for all bugs. A reference contains no production code, so one evaluation serves every bug.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Trial:
 
 
 class SchemeTrials:
-    """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` as a test of one shape has them."""
+    """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` with one shape."""
 
     def __init__(self, scheme: Declared, examples: int, engine: str = "lockstep", traced: int = TRACED) -> None:
         self.scheme, self.examples, self.engine, self.traced = scheme, examples, engine, traced
@@ -88,7 +88,7 @@ class SchemeTrials:
 
     @without_advice()
     def trace(self) -> None:
-        """Find its lines now; otherwise that is done at their first use."""
+        """Find the scheme's lines now instead of at their first use."""
         _ = self.lines
 
     def runs(self, file: str, numbers: Iterable[int] | None = None) -> bool:
@@ -105,7 +105,7 @@ def drawn_trials(scheme: Declared, examples: int, engine: str = "lockstep") -> l
 
 
 def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:
-    """Cases from the menus of the scheme's parity test, the simplest first, each menu gone through evenly."""
+    """Cases from the menus of the scheme's parity test, the simplest first; each choice comes equally often."""
     return [
         draw_case(scheme, even_chooser(number), {}, engine=engine, with_conditions=True) for number in range(examples)
     ]
@@ -122,7 +122,7 @@ def inside(case: CaseSpec, number: int) -> CaseSpec:
 def fixed_cases(scheme: Declared) -> list[CaseSpec]:
     """Draw the cases of a usual parity test: world 2, one shape, equal shards, normal values, three seeds.
 
-    None where the scheme has no mesh of two ranks.
+    Empty if the scheme has no mesh of two ranks.
     """
     tried = size_choices.meshes(scheme, {}, FIXED_WORLD)
     if not tried:

@@ -1,4 +1,4 @@
-"""Whether equal reports have compared anything: no output is empty, no tensor without a number above its budget."""
+"""Check that equal reports compared something: an output is not empty, and each tensor has numbers above its budget."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardproof.report.report import Report, sizes
 
 
 class NothingCompared(ValueError):
-    """In every example all tensors were empty or below their budgets, or the reference of one had no finite number."""
+    """No example compared a tensor: it was empty or below its budget, or its reference had no finite number."""
 
 
 def has_compared(scheme: Declared, reports: Sequence[Report]) -> bool:
-    """Whether the equal ones of these reports, if there are any, have compared something of each tensor."""
+    """Whether the reports that are equal, if any are, compared something of each tensor."""
     equal = [report for report in reports if report.ok or report.only_unwaited]
     try:
         if equal:
@@ -69,8 +69,8 @@ def check_not_empty(scheme: Declared, reports: Sequence[Report]) -> None:
 def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:
     """NothingCompared if all values of an output, or of all gradients, are smaller than their budgets.
 
-    Zeros would be right too. A value that is 0 but for the rounding of the reference's float64 is an exception: zeros
-    are right. A single gradient may have no such value in a few examples, as in a deep model with large inputs.
+    Zeros would then be accepted too. A value that is 0 up to the float64 rounding of the reference is an exception: its
+    zeros are right. A single gradient may be below its budget in a few examples, as in a deep model with large inputs.
     """
     largest: dict[str, tuple[str, str]] = {}  # by label: the group that it is judged in, and its budget
     powerful: set[str] = set()
@@ -83,9 +83,9 @@ def _check_power(scheme: Declared, reports: Sequence[Report]) -> None:
                 powerful.add(judged_with)
             elif size.size and size.max() > rounding * budget.max():
                 largest[tensor.label] = judged_with, f"{budget.max():.1e} for values up to {size.max():.1e}"
-    for label, (judged_with, sizes_of_both) in largest.items():
+    for label, (judged_with, budget_and_values) in largest.items():
         if judged_with not in powerful:
             raise NothingCompared(
-                f"scheme '{scheme.name}': the budget of {label} is {sizes_of_both}, and never below a value: "
+                f"scheme '{scheme.name}': the budget of {label} is {budget_and_values}, and never below a value: "
                 "zeros would be accepted too; write the reference without large numbers that cancel"
             )

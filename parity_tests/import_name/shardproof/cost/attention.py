@@ -79,7 +79,7 @@ def needed_keys(positions, visible):
     ]
 
 
-class Sent:
+class Traffic:
     """Messages of each rank, counted one by one: op -> [calls, rows]."""
 
     def __init__(self, n):
@@ -100,7 +100,7 @@ def record(table, op, rows):
 
 def around_the_ring(needed):
     """Keys go from their source to the last rank that needs them; their gradient follows and returns to the source."""
-    n, sent = len(needed), Sent(len(needed))
+    n, sent = len(needed), Traffic(len(needed))
     for source in range(n):
         rows = len(set().union(*(needed[r][source] for r in range(n))))
         takers = [step for step in range(1, n) if needed[(source + step) % n][source]]
@@ -116,7 +116,7 @@ def around_the_ring(needed):
 
 def as_a_halo(needed):
     """One all_to_all sends each rank the keys that it needs, and another returns their gradients."""
-    n, sent = len(needed), Sent(len(needed))
+    n, sent = len(needed), Traffic(len(needed))
     for rank in range(n):
         record(sent.keys[rank], "all_to_all", sum(len(needed[other][rank]) for other in range(n)))
         record(sent.gradients[rank], "all_to_all", sum(len(needed[rank][other]) for other in range(n)))

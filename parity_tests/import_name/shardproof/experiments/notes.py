@@ -1,4 +1,4 @@
-"""Test notes: a note that other cases could refute is printed only if none of the cases run here refutes it.
+"""Test notes on other cases: a note that another case refutes is not printed.
 
 `shardproof.verification` lists all steps from a mismatch to its printed notes; these are the sixth and seventh.
 
@@ -73,13 +73,13 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards; up to 1 + MOST_READS for an input
     that is counted on every rank; 1 for zeros.
     """
-    # The function has given its own warnings before; edits would add those of operations that it does not have.
+    # The function's own warnings were shown before; an edit may warn of operations that the function does not have.
     with warnings.catch_warnings(action="ignore"):
         return _after_experiments(scheme, report)
 
 
 def _after_experiments(scheme: Declared, report: Report) -> Report:
-    """The same, in the order of the experiments."""
+    """The report after all experiments, in their order."""
     if report.failure is not None or not report.notes:
         return report
     # Skip other cases if each would start processes, or would start from state that earlier calls left in the function.
@@ -110,17 +110,17 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     notes = name_detached_transfers(scheme, report, name_unused_inputs(scheme, report, failing, notes))
     notes = name_missing_sums(scheme, report, failing, notes)
     notes = name_wrong_backwards(scheme, report, notes)
-    notes = {label: _without_beginnings(_without_rounding(of_tensor)) for label, of_tensor in notes.items()}
+    notes = {label: _without_beginnings(_without_rounding(each)) for label, each in notes.items()}
     notes = name_counted_inputs(scheme, report, failing, notes)
     notes = name_zeros_of_values(scheme, report, notes)
     notes = name_narrow_kernels(scheme, report, notes)
-    notes = _of_single_numbers(report, notes)
+    notes = _referring_to_gradients(report, notes)
     return replace(report, notes=notes, clearer_report=_clearer_report(report, notes, failing))
 
 
-def _of_single_numbers(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes. An output of one number shows no pattern; it refers to the note of a gradient."""
-    by_label = {label: tuple(of_tensor) for label, of_tensor in notes.items()}
+def _referring_to_gradients(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
+    """The notes; an output of one number, which shows no pattern, refers to a gradient's note."""
+    by_label = {label: tuple(each) for label, each in notes.items()}
     gradients = [tensor.label for tensor in report.tensors if tensor.role == "gradient" and by_label.get(tensor.label)]
     said = [(label, by_label[label][0]) for label in gradients]
     label, note = next((each for each in said if each[1].scope in (ACROSS_SIZES, ACROSS_MESHES)), ("", None))
@@ -138,7 +138,7 @@ def _without_rounding(notes: Sequence[Note]) -> tuple[Note, ...]:
 
 
 def _without_beginnings(notes: Sequence[Note]) -> tuple[Note, ...]:
-    """The notes without each one that is the beginning of another."""
+    """The notes without any note that is the beginning of another note."""
     return tuple(note for note in notes if not any(other.startswith(f"{note}; ") for other in notes))
 
 
@@ -147,7 +147,7 @@ def _clearer_report(report: Report, notes: Mapping[str, Sequence[Note]], failing
 
     Of several larger cases with the same wrong tensors, the smallest with at least MIN_ELEMENTS elements in each.
     """
-    all_notes = [note for notes_of_tensor in notes.values() for note in notes_of_tensor]
+    all_notes = [note for each in notes.values() for note in each]
     named = [other for other in failing if any(f"(at {sizes(other.case)})" in note for note in all_notes)]
     alike = [other for other in failing if other.case.mesh == report.case.mesh and other.notes.keys() == notes.keys()]
     large = [
@@ -262,9 +262,9 @@ def _tested_hypothesis(
     if note.endswith(ZERO_ADDEND):
         return _tested_zero_addend(scheme, report, label, note, same_tensor) if is_of_this_case else None
     comparable = [other for other in same_tensor if other is not origin and _applies(scheme, note, other, label)]
-    of_this_mesh = [other for other in comparable if other.case.mesh == origin.case.mesh]
-    of_other_meshes = [other for other in comparable if other.case.mesh != origin.case.mesh]
-    relevant = comparable if note.scope == ACROSS_MESHES else of_this_mesh
+    same_mesh = [other for other in comparable if other.case.mesh == origin.case.mesh]
+    other_meshes = [other for other in comparable if other.case.mesh != origin.case.mesh]
+    relevant = comparable if note.scope == ACROSS_MESHES else same_mesh
     # 1. The claims that all of them support; a hypothesis from another case needs at least one.
     supported = _supported(scheme, note, relevant if relevant or is_of_this_case else [report], label)
     if supported is None:
@@ -275,7 +275,7 @@ def _tested_hypothesis(
     elif relevant:
         supported = _clearer(supported, label, relevant)
     # 3. A mesh on which it does not hold, or a remark that it is untested.
-    refuted_on = next((o for o in of_other_meshes if not _is_shown(scheme, note, o, label)), None)
+    refuted_on = next((o for o in other_meshes if not _is_shown(scheme, note, o, label)), None)
     if refuted_on is not None:
         return supported.extended(f"{NOT_SO_ON}{mesh_text(refuted_on.case.mesh)}")
     return supported if relevant or not is_of_this_case else _untested(note)
@@ -284,9 +284,9 @@ def _tested_hypothesis(
 def _tested_rounding(
     scheme: Declared, report: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
-    """The claim of the note, if each failing case has one of its kind and the error vanishes like a rounding error.
+    """The claim of the note, if each failing case has a note on rounding and the error vanishes like a rounding error.
 
-    Where no case can tell, the note says only how large the error is.
+    If no case can tell, the note says only how large the error is.
     """
     ((claim, confirmed),) = note.claims.items()
     if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
@@ -308,10 +308,10 @@ def _tested_zero_addend(
 ) -> Note | None:
     """The note, if each failing case on the mesh supports it and no passing case has the same zeros.
 
-    A pipeline stage that takes no part in a loss always adds zeros.
+    A passing case has them if the rank has no share in the sum, like a pipeline stage without a part in the loss.
     """
-    of_this_mesh = [other for other in same_tensor if other.case.mesh == report.case.mesh]
-    if not all(note.supported_by(other.notes[label]) for other in of_this_mesh):
+    same_mesh = [other for other in same_tensor if other.case.mesh == report.case.mesh]
+    if not all(note.supported_by(other.notes[label]) for other in same_mesh):
         return None
     return _compared_with_passing(scheme, report.case, label, note)
 
@@ -361,9 +361,9 @@ def _untested(note: Note) -> Note:
 
 
 def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[str, tuple[Note, ...]]:
-    """The notes; if a case fails only under its call, a note on values in another order names the part that matters.
+    """The notes; if a case fails only under its calling conditions, a note on another order names the condition.
 
-    Where another call is needed and no such note is there, the state that it leaves comes first.
+    If no note is on another order and another call is needed, its state comes first.
     """
     conditions = set(report.case.conditions) if report.conditions_needed else set()
     if conditions.intersection(OTHER_CALLS):
@@ -371,11 +371,11 @@ def _of_the_call(report: Report, notes: Mapping[str, Sequence[Note]]) -> dict[st
     elif conditions.intersection(VIEWS):
         cause, state = "memory: a view is read as if it were contiguous", ()
     else:
-        return {label: tuple(of_tensor) for label, of_tensor in notes.items()}
+        return {label: tuple(each) for label, each in notes.items()}
     order = Note(f"{ORDER_OF}{cause}")
     by_label = {}
-    for label, of_tensor in notes.items():
-        named = tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in of_tensor))
+    for label, each in notes.items():
+        named = tuple(dict.fromkeys(order if note.startswith(SAME_VALUES) else note for note in each))
         rest = tuple(note for note in named if not note.startswith(NO_PATTERN))
         by_label[label] = named if order in named or not state else (*state, *rest)
     return by_label

@@ -2,7 +2,7 @@
 
 A module's class is replaced by one whose call adds a probe of zeros to its input and output; the gradient of a probe is
 the gradient of the tensor. A module's output gets its own rounding error, forward and backward; under bfloat16 so does
-its input, because it is stored. If it is a tuple, its first tensor counts.
+its input, because it is stored. If an output is a tuple, its first tensor counts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (
 
 
 def draws(dtype: str, shape: tuple[int, ...], seed: int | Sequence[int]) -> np.ndarray:
-    """Rounding errors for `off`, in units of the dtype's roundoff.
+    """Rounding errors for `with_errors`, in units of the dtype's roundoff.
 
-    A dtype that sums run in rounds every product and every addend: one whole unit with a random sign stands for all of
-    them. If sums run in float32, as for bfloat16, only stored tensors are rounded, uniformly within a unit.
+    If sums run in the dtype itself, every product and every addend is rounded: one whole unit with a random sign stands
+    for all of them. If sums run in float32, as for bfloat16, only stored tensors are rounded, uniformly within a unit.
     """
     generator = np.random.default_rng(seed)
     if is_summed_in(dtype):
@@ -37,8 +37,8 @@ def is_summed_in(dtype: str) -> bool:
     return UNIT_ROUNDOFF[dtype] <= UNIT_ROUNDOFF["float32"]
 
 
-def off(x: Any, unit: Any, errors: Any, dtype: str) -> Any:
-    """x with rounding errors: relative to x in a dtype that sums run in, else to the last place of x."""
+def with_errors(x: Any, unit: Any, errors: Any, dtype: str) -> Any:
+    """x with rounding errors: relative to x if sums run in its dtype, else relative to the last place of x."""
     import jax
     import jax.numpy as jnp
 
@@ -76,7 +76,7 @@ class Probes:
         self.rounded_count += 1
         start = self.rounded_count * STRIDE % (POOL // 2)
         errors = jnp.tile(self.errors[start:], -(-x.size // (POOL - start)))[: x.size]
-        return off(x, self.unit, errors.reshape(x.shape), self.dtype)
+        return with_errors(x, self.unit, errors.reshape(x.shape), self.dtype)
 
     def through(self, event: Event, x: Any) -> Any:
         """x with its probe, and with a rounding error at a module's output; in a narrow dtype also at its input."""

@@ -18,7 +18,7 @@ import numpy as np
 from shardproof.judge import bridge
 from shardproof.judge.reference import UNIT_ROUNDOFF, evaluated
 from shardproof.tracing.flax_side import parted
-from shardproof.tracing.probes import POOL, Probes, draws, off, watch
+from shardproof.tracing.probes import POOL, Probes, draws, watch, with_errors
 from shardproof.training.corpus import global_batch
 from shardproof.training.initial import initial_weights
 from shardproof.training.precision import STORED_DTYPE
@@ -96,7 +96,7 @@ def _errors(run: Run, index: int, weights: Any) -> dict[str, Any]:
 
 def _off(tree: dict[str, Any], unit: Any, errors: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Add a different rounding error to each number."""
-    return {name: off(x, unit, errors[name], dtype) for name, x in tree.items()}
+    return {name: with_errors(x, unit, errors[name], dtype) for name, x in tree.items()}
 
 
 def _arrays(tree: Any) -> dict[str, np.ndarray]:

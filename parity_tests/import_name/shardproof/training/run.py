@@ -68,7 +68,7 @@ class Run:
     checkpoint: str | None = None
     every: int = 5
     resume: bool = False
-    overwrite: bool = False  # the checkpoints of an earlier run
+    overwrite: bool = False  # replace the checkpoints of an earlier run
 
     def __post_init__(self) -> None:
         unknown = [axis for axis in self.mesh if axis not in AXES]
@@ -117,12 +117,12 @@ class Run:
         if shared % tp:
             able = ", ".join(str(n) for n in range(1, shared + 1) if shared % n == 0)
             raise ValueError(f"--mesh tp={tp}: cannot share the heads of attention; use one of {able}")
-        exchanging = {"ulysses": self.size("cp"), "usp": smallest_factor(self.size("cp"))}.get(self.attention, 1)
+        head_ranks = {"ulysses": self.size("cp"), "usp": smallest_factor(self.size("cp"))}.get(self.attention, 1)
         heads, kv_heads = heads // tp, kv_heads // tp
-        if heads % exchanging or (kv_heads % exchanging and exchanging % kv_heads):
+        if heads % head_ranks or (kv_heads % head_ranks and head_ranks % kv_heads):
             raise ValueError(
                 f"--attention {self.attention}: cannot shard the {heads} query heads and {kv_heads} KV heads of each "
-                f"rank of tp={tp} over {exchanging} ranks; use ring or all_gather, or another --mesh"
+                f"rank of tp={tp} over {head_ranks} ranks; use ring or all_gather, or another --mesh"
             )
 
     def _check_stages(self) -> None:
