@@ -1,4 +1,4 @@
-"""One scheme of a file, and the full traceback of a rank that raised."""
+"""The command on one scheme of a file, and the full traceback of a rank that raised."""
 
 import re
 from io import StringIO
@@ -121,7 +121,7 @@ def test_the_full_traceback_on_request(engine, shardproof):
     assert f"{names[-1]}.py" in shardproof("replay", str(replay), "--traceback")[1].partition("Traceback")[2]
 
 
-def test_where_no_rank_raised_there_is_no_traceback(shardproof):
+def test_a_mismatch_has_no_traceback(shardproof):
     file = written("wrong_alone.py", TIMES_RANKS, **LOCKSTEP)
     out = shardproof("verify", file, "--mesh", "tp=2", "--examples", "1", "--traceback")[1]
     assert "MISMATCH" in out and "Traceback" not in out

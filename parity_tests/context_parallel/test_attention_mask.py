@@ -158,8 +158,8 @@ def test_documents_in_a_row_without_a_mask_are_warned_of(entries):
         return [(entry.category, str(entry.message)) for entry in caught]
 
     sentence = (
-        "context_parallel.batch: position_ids start anew inside a row and there is no mask, so that "
-        "its documents attend to each other; pass use_te=True with seq_lens"
+        "context_parallel.batch: position_ids restart inside a row without a mask, so its documents attend to each "
+        "other; pass use_te=True with seq_lens"
     )
     assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 2})).results[0] == [(RuntimeWarning, sentence)]
 

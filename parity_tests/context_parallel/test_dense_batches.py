@@ -77,7 +77,7 @@ def entries_of_a_dense_batch(mesh, ids, steps, less, positions, mask) -> Entries
     with warnings.catch_warnings(record=True) as caught:  # without a mask such positions have a warning
         warnings.simplefilter("always")
         factory, padded = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, loss_mask, padding_token_id=11)
-    warned = any("position_ids start anew inside a row" in str(each.message) for each in caught)
+    warned = any("position_ids restart inside a row" in str(each.message) for each in caught)
     with factory():
         places = padded["position_ids"].expand(KINDS, rows, -1)
         padding = padded.get("padding_mask", torch.zeros_like(padded["input_ids"], dtype=torch.bool))

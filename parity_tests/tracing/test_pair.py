@@ -119,14 +119,14 @@ def test_a_module_that_backward_never_reaches_is_located_where_it_ends():
     assert line.notes == ("gradient is zero: backward does not reach this input",)
 
 
-class OfAConstantBias(nn.Linear):
+class ConstantBias(nn.Linear):
     def forward(self, x):
         return nn.functional.linear(x, self.weight, self.bias.detach())
 
 
 def test_a_weight_without_a_gradient_is_reported_unless_it_requires_none():
     module = Net()
-    module.embed.__class__ = OfAConstantBias
+    module.embed.__class__ = ConstantBias
     line = first(trace_pair(pair(torch_module=module)))
     assert (line.name, line.home) == ("gradient of embed.bias", "embed")
     module.embed.bias.requires_grad_(False)
@@ -178,11 +178,11 @@ class Returning(Net):
         return self.change(super().forward(x))
 
 
-def of_no_weight(weights):
+def flax_without_a_weight(weights):
     return make_flax({name: x for name, x in weights.items() if name != "block.up.weight"})
 
 
-AMISS = [
+UNTRACEABLE = [
     ({"torch_module": 3}, TypeError, "Pair: torch_module is a int; pass a torch.nn.Module"),
     ({"make_flax": 3}, TypeError, "Pair: make_flax is a int; pass a function from weights to a flax module"),
     ({"inputs": X}, TypeError, "Pair: inputs is a ndarray; pass a tuple of arrays, such as (x,)"),
@@ -219,14 +219,14 @@ AMISS = [
         "Pair: the flax module returns a tuple; wrap it to return one array",
     ),
     (
-        {"make_flax": of_no_weight},
+        {"make_flax": flax_without_a_weight},
         ReferenceFailure,
         "the flax module raised KeyError: 'block.up.weight' at test_pair.py:",
     ),
 ]
 
 
-@pytest.mark.parametrize(("changed", "error", "message"), AMISS)
+@pytest.mark.parametrize(("changed", "error", "message"), UNTRACEABLE)
 def test_untraceable_modules_are_rejected(changed, error, message):
     with pytest.raises(error) as caught:
         trace_pair(pair(**changed))

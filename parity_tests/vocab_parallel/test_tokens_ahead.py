@@ -23,24 +23,24 @@ from torch_impl.layouts import TokenLayout
 
 WIDE_OUTPUTS = False
 DEPTHS = (1, 2, 3, 6)
-DECLARED = dict(
+COMMON = dict(
     contract=vp.tokens_ahead,
     options={"fill": (0, -100)},
     dtypes=("float32", "bfloat16", "float64", "float16"),
-    roundings=7,  # a value stands at most six times in the output, whose cotangents are added in its dtype
+    roundings=7,  # a value occurs at most six times in the output; its cotangents are added in its dtype
 )
 
 
-def of_documents(x, cu_padded, cu_real, depths, fill):
+def documents_ahead(x, cu_padded, cu_real, depths, fill):
     return tokens_ahead(x, cu_padded, cu_real, len(depths), fill)
 
 
-def of_one_document(x, depths, fill):
-    return of_documents(x, jnp.array([0, x.shape[1]]), jnp.array([0, x.shape[1]]), depths, fill)
+def one_document_ahead(x, depths, fill):
+    return documents_ahead(x, jnp.array([0, x.shape[1]]), jnp.array([0, x.shape[1]]), depths, fill)
 
 
 DOCUMENTS = dict(
-    draw={"cu_padded": offsets("t", padded=True), "cu_real": offsets("t"), "depths": integers(1, 6)}, **DECLARED
+    draw={"cu_padded": offsets("t", padded=True), "cu_real": offsets("t"), "depths": integers(1, 6)}, **COMMON
 )
 
 
@@ -50,7 +50,7 @@ def ahead(mesh, x, cu_padded, cu_real, depth, fill, kind):
 
 
 @scheme(
-    reference=of_documents,
+    reference=documents_ahead,
     mesh={"cp": (1, 2, 4)},
     inputs={"x": "b t/cp:packed d", "cu_padded": "n", "cu_real": "n", "depths": "k"},
     outputs="k b t/cp:packed d",
@@ -64,7 +64,7 @@ def rows_ahead_of_packed(
 
 
 @scheme(
-    reference=of_documents,
+    reference=documents_ahead,
     mesh={"cp": (1, 2, 3, 8)},
     inputs={"x": "b t/cp d", "cu_padded": "n", "cu_real": "n", "depths": "k"},
     outputs="k b t/cp d",
@@ -78,7 +78,7 @@ def rows_ahead_of_contiguous(
 
 
 @scheme(
-    reference=of_documents,
+    reference=documents_ahead,
     mesh={"cp": (1, 2, 3)},
     inputs={"x": "b t/cp:striped d", "cu_padded": "n", "cu_real": "n", "depths": "k"},
     outputs="k b t/cp:striped d",
@@ -99,26 +99,26 @@ def dense(mesh, x, depth, fill, kind):
 
 
 @scheme(
-    reference=of_one_document,
+    reference=one_document_ahead,
     mesh={"cp": (1, 2, 4)},
     inputs={"x": "b s/cp:dual_chunk_swap d", "depths": "k"},
     outputs="k b s/cp:dual_chunk_swap d",
     dims={"s": (16, 8, 24), "k": DEPTHS},
     draw={"depths": integers(1, 6)},
-    **DECLARED,
+    **COMMON,
 )
 def rows_ahead_of_dual_chunk_swap(mesh, x, depths: Int[Tensor, "k"], fill):
     return dense(mesh, x, len(depths), fill, "dual_chunk_swap")
 
 
 @scheme(
-    reference=of_one_document,
+    reference=one_document_ahead,
     mesh={"cp": (1, 2, 3, 4)},
     inputs={"x": "b s/cp:ragged d", "depths": "k"},
     outputs="k b s/cp:ragged d",
     dims={"s": (1, 2, 5, 9, 13), "k": DEPTHS},
     draw={"depths": integers(1, 6)},
-    **DECLARED,
+    **COMMON,
 )
 def rows_ahead_of_ragged(mesh, x, depths: Int[Tensor, "k"], fill):
     """Ranks have unequally many tokens, or none."""
@@ -126,7 +126,7 @@ def rows_ahead_of_ragged(mesh, x, depths: Int[Tensor, "k"], fill):
 
 
 @scheme(
-    reference=of_documents,
+    reference=documents_ahead,
     mesh={"cp": (1, 2, 4)},
     inputs={"x": "b t/cp:packed", "cu_padded": "n", "cu_real": "n", "depths": "k"},
     outputs="k b t/cp:packed",
@@ -145,7 +145,7 @@ def ids_ahead(
 ) -> Int[Tensor, "k b t"]:
     """A call for each depth, all with one layout."""
     layout = TokenLayout.packed(cu_padded, cu_real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
-    ids = x.long()  # which has a place for every fill
+    ids = x.long()  # int64 holds every fill
     calls = [vp.tokens_ahead(ids, layout, mesh["cp"], depth, fill) for depth in range(1, len(depths) + 1)]
     return torch.stack([results[-1] for results in calls])
 
@@ -183,7 +183,7 @@ def runs(positions):
     st.sampled_from(DEPTHS),
 )
 def test_a_rank_receives_at_most_depth_rows_for_each_run(chunks, cp, kind, depth):
-    """And ranks that lack nothing exchange nothing."""
+    """Ranks that lack no row exchange nothing."""
     padded = [0, *accumulate(2 * cp * chunk for chunk in chunks)]
     ids = torch.arange(padded[-1])[None]
 
@@ -201,7 +201,7 @@ def test_a_rank_receives_at_most_depth_rows_for_each_run(chunks, cp, kind, depth
 
 
 def test_prefixes_are_documents_of_their_own():
-    """The last token of a prompt has no next token: each of its responses has another one."""
+    """The last token of a prompt has no next token, since its responses begin with different ones."""
 
     def body(mesh, case):
         layout = TokenLayout.packed([0, 2, 4, 6], cp_size=1, cp_rank=0, prefix_of=[-1, 0, 0])

@@ -134,7 +134,7 @@ def make_cp_batch_and_ctx(
     elif PREFIXES in batch:
         raise Rejected(f"batch has {PREFIXES!r}, and a dense row is one sequence; pass use_te=True")
     elif cp_mesh is None or cp_mesh.size() == 1:
-        if seq_dims:  # a wrong name or dim is rejected on one rank already
+        if seq_dims:  # reject a wrong name or dim on one rank too
             _extra_dims(batch, seq_dims, _shape(batch)[1])
         # If no layout is asked for, nothing else in the batch is read.
         if not return_layout:
@@ -197,8 +197,8 @@ def _shard_inside(
     rows = padded_rows(batch, loss_mask, multiple, {"input_ids": padding_token_id}, seq_dims)
     if rows.restarts:
         warnings.warn(
-            f"{FUNCTION}: position_ids start anew inside a row and there is no mask, so that its documents attend to "
-            "each other; pass use_te=True with seq_lens",
+            f"{FUNCTION}: position_ids restart inside a row without a mask, so its documents attend to each other; "
+            "pass use_te=True with seq_lens",
             RuntimeWarning,
             stacklevel=4,
         )

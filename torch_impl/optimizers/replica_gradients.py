@@ -3,8 +3,8 @@
     sum    g <- sum_r g_r            the ranks had other tokens: a router, or a norm under sequence parallelism
     mean   g <- sum_r g_r / ranks    the ranks had the same tokens: rounding must not drive the copies apart
 
-A gradient is linear in the micro-batches, so that it is reduced after the last one. Reducing after each micro-batch
-would sum the first one's again.
+A gradient is linear in the micro-batches, so it is reduced once, after the last one. A reduction after each micro-batch
+would sum the gradient of the first again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ReplicaGradients:
         return counts.tolist()
 
     def _reduce(self, parameters: list[nn.Parameter], divisor: int) -> None:
-        """Sum the gradients over all groups and divide them; a missing one is zeros."""
+        """Sum the gradients over all groups and divide them; a missing gradient counts as zeros."""
         gradients: list[Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:

@@ -1,7 +1,7 @@
 """The tokens that follow each token inside its document, over any layout; no rank ever holds the full sequence.
 
 A rank has most of the tokens that follow its own. It receives the others, at most `depth` for each run of consecutive
-tokens that it holds, from the ranks that have them. The layout tells every rank which ones these are.
+tokens that it holds, from the ranks that have them. The layout tells every rank which tokens these are.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def tokens_ahead(
             large_tensors.index_select(tensor, plan.rows, 1).movedim(1, 0), cp_group, plan.sent, plan.received
         )
         known.append(missing.movedim(0, 1))
-    # 2. Take each token's row from those that are known now. The last is the fill.
+    # 2. Take each token's row from the known rows; the last row is the fill.
     known.append(tensor.new_full((len(tensor), 1, *tensor.shape[2:]), fill))
     ahead = large_tensors.index_select(torch.cat(known, 1), plan.ahead.flatten(), 1)
     return ahead.unflatten(1, plan.ahead.shape).movedim(1, 0).contiguous()

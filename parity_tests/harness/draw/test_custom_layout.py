@@ -1,4 +1,4 @@
-"""A layout of the user's own may reject sizes by a ValueError: these are not drawn; one without a size is rejected."""
+"""A user's layout may reject sizes by a ValueError: they are not drawn, and a layout that takes none is rejected."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,7 @@ def blocks(multiple):
 
 
 def odd(size, world):
-    """All on the first rank; no size is a multiple of two ranks."""
+    """All positions on the first rank; sizes are odd, so no size is a multiple of two ranks."""
     if size % 2 == 0:
         raise ValueError("odd sizes only")
     return [list(range(size))] + [[]] * (world - 1)
@@ -59,8 +59,8 @@ def declared(layout, **more):
     )(doubled)  # fmt: skip
 
 
-def drawn(declaration, count=60, **sizes):
-    """(ranks, size) of the cases of many seeds."""
+def drawn_sizes(declaration, count=60, **sizes):
+    """(ranks, size) in the cases of many seeds."""
     return {(case.ring, case.t) for case in (declaration.case(seed=seed, **sizes) for seed in range(count))}
 
 
@@ -86,7 +86,7 @@ def message_of(call, *args, **keywords):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [viewed, reshaped, asserted])
 def test_a_rejection_by_a_library_counts(layout):
-    """As of a view, a reshape, an assertion; and a generator of rows is as good as a list of them."""
+    """A view, a reshape or an assertion may reject a size; a layout may return a generator of rows, not only a list."""
     declaration = declared(layout)
     assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
     assert declaration.verify(ring=2, t=8, examples=2).ok
@@ -100,7 +100,7 @@ def test_another_error_is_reported_with_its_type():
 
 @pytest.mark.parametrize("layout", [blocks(2), blocks(3), blocks(100), blocks(1024), odd, power_of_two])
 def test_only_sizes_that_a_layout_takes_are_drawn_and_every_mesh_has_one(layout):
-    pairs = drawn(declared(layout))
+    pairs = drawn_sizes(declared(layout))
     assert {world for world, _ in pairs} == set(MESH)
     for world, size in pairs:
         assert sum(map(len, layout(size, world))) == size
@@ -116,10 +116,10 @@ def test_few_size_choices_fit_every_mesh():
 
 
 def test_size_choices_are_checked_against_the_layout():
-    assert drawn(declared(blocks(2), dims={"t": (4, 8, 9, 16)})) <= {
+    assert drawn_sizes(declared(blocks(2), dims={"t": (4, 8, 9, 16)})) <= {
         (1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16), (4, 8), (4, 16)
     }  # fmt: skip
-    assert drawn(declared(odd, dims={"t": (4, 5, 9)})) == {(world, size) for world in MESH for size in (5, 9)}
+    assert drawn_sizes(declared(odd, dims={"t": (4, 5, 9)})) == {(world, size) for world in MESH for size in (5, 9)}
 
 
 @pytest.mark.slow
@@ -130,12 +130,12 @@ def test_a_second_sharding_divides_the_shards_of_the_first():
         declaration = declared(layout, mesh=axes, inputs={"x": spec}, outputs=spec, dims={"t": (3, 6, 9, 12)})
         for case in (declaration.case(dp=1, seed=seed) for seed in range(20)):
             assert check(case).ok
-    # Of 9 positions the first rank has all: two ranks of dp cannot halve them.
+    # The first rank has all 9 positions, which two ranks of dp cannot halve.
     sentence = "t=9 cannot be sharded by contiguous over dp=2 (needs a multiple of 2); pad to 10"
     assert message_of(declaration.case, dp=2, ring=2, t=9).endswith(sentence)
 
 
-def test_it_is_verified_where_it_can_be_sharded():
+def test_a_scheme_is_verified_on_the_meshes_that_can_shard_it():
     declaration = declared(blocks(2))
     assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
     assert declaration.verify(t=4).meshes == ("ring=1", "ring=2")
@@ -172,7 +172,7 @@ def test_a_layout_that_takes_no_size_is_rejected():
         assert message_of(declared(broken).verify, **sizes) == f"{start}1, of 1 to 1024{rest}{end}"
         assert message_of(declared(broken_on_four).verify, **sizes) == f"{start}4, of 4 to 4096{rest}{end}"
     assert declared(broken_on_four).verify(ring=2, examples=2).ok
-    # Of a size that is given only that is said.
+    # For a given size, the report names this size alone.
     report = declared(broken_on_four).verify(t=8, examples=4)
     assert report.ok and report.left_out == {"ring=4": f"t=8 cannot be sharded by mine over ring=4: {words}"}
 
@@ -195,7 +195,7 @@ def test_an_incomplete_partition_is_reported_with_the_scheme():
 
 @pytest.mark.parametrize("name", ["call_before", "call_between"])
 def test_a_layout_that_breaks_in_another_call_is_reported(name):
-    """It is right for the sizes of the judged call alone."""
+    """The layout is right only for the sizes of the judged call."""
 
     def lost(size, world):
         return [[0]] * world if size == 4 else np.split(np.arange(size), world)
@@ -235,7 +235,7 @@ def test_a_layout_without_a_row_for_each_rank_is_rejected(layout, message):
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("sharding", ["1/ring:ragged b", "1/ring:mine b"])
 def test_a_dim_of_size_one_may_be_sharded(sharding):
-    """One rank has it, whichever."""
+    """Any one rank may have it."""
     layouts = {"mine": lambda size, world: [[]] * (world - 1) + [list(range(size))]}
     declaration = declared(None, inputs={"x": sharding}, outputs=sharding, layouts=layouts)
     assert declaration.verify(ring=4).ok

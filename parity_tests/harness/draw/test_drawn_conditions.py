@@ -1,4 +1,4 @@
-"""Which tensors are strided views, in which dtypes autocast is drawn, and what a module excludes."""
+"""Drawn conditions: the tensors that are strided views, the dtypes with autocast, and a module's exclusions."""
 
 import sys
 from types import ModuleType
@@ -31,7 +31,7 @@ def test_tensors_are_strided_alone_or_each_in_its_own_way():
 
 
 def test_autocast_is_drawn_in_float32_alone():
-    """In float64 it changes nothing, and 16 bits are what it casts to."""
+    """Autocast does not change float64, and casts to 16 bits."""
     for dtype in ("float32", "bfloat16", "float64"):
         right = scheme(
             reference=lambda x: x, mesh={"tp": (1,)}, inputs={"x": "b tp=R"}, outputs="b tp=R", dtypes=(dtype,),
@@ -41,7 +41,7 @@ def test_autocast_is_drawn_in_float32_alone():
         assert any("autocast" in case.conditions for case in drawn) == (dtype == "float32")
 
 
-def test_a_module_or_its_nearest_package_says_what_its_schemes_exclude(monkeypatch):
+def test_a_module_or_its_nearest_package_states_the_exclusions_of_its_schemes(monkeypatch):
     for name, excluded in (("house", ("frozen",)), ("house.room", None), ("house.room.shelf", ("unused",))):
         module = ModuleType(name)
         if excluded is not None:

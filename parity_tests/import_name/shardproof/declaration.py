@@ -144,17 +144,17 @@ def scheme(
     sizes of the axes. `options` go to both sides, `rank_options` only to the ranks. `reduction` names the dims that are
     summed over; `roundings` counts how often a value is stored in the tested dtype on its way: 1 if sums and
     intermediates are in float32 or wider, more if a softmax, a product or a norm is stored in bfloat16 and used again.
-    `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum that is kept in
-    bfloat16 is then a mismatch, which the default budget allows; `roundings` then counts values stored in float32.
+    `sums="float32"` promises that only inputs and results are rounded to a narrower tested dtype: a sum in bfloat16,
+    which the default budget allows, is then a mismatch, and `roundings` counts values stored in float32.
     Intermediates that the reference marks by `shardproof.stored` are rounded too, as their gradients are.
     `wide` names the outputs that are float32 or wider in every tested dtype, True for all; the others then have the
     tested dtype. By default no dtype of an output is checked, unless the file or its package has WIDE_OUTPUTS, True or
-    False for all its schemes. `wider_inputs` names inputs that may be float32 where the tested dtype has 16 bits, as
-    they are in half of these cases.
+    False for all its schemes. `wider_inputs` names inputs that may be float32 if the tested dtype has 16 bits; in half
+    of these cases they are.
     `inside="bfloat16"` says that intermediates are narrower than the tested dtype, as in an iteration that always runs
-    in it.
-    `ties="ordered"` promises which of equal inputs comes first, as in a stable sort: another order is then a mismatch,
-    which is undecided by default.
+    in bfloat16.
+    `ties="ordered"` promises the order of equal inputs, as in a stable sort: another order is then a mismatch; by
+    default it is undecided.
     `modifies` names inputs that the function overwrites; the reference returns their new values after the outputs.
     `module` names the tree of parameters of a module; the function runs its backward itself and returns the module
     last. `random=True` says that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before
@@ -162,13 +162,12 @@ def scheme(
     backward. `isolate` names further modules and packages with separate globals for each rank of lockstep, like the
     scheme's own file and its imports. `excluded_conditions` names the calling conditions that the function does not
     support; by default `inference_mode`, `overwritten`, `int32`, `autocast`, `recomputed` and `second_derivative`.
-    `nan_cotangents` names outputs with rows that no gradient depends on, such as padding, each with a function
-    `(case, inputs)` of the sizes and options of a case and its full inputs by name, which returns bools over leading
-    dims of the output, True for these rows: a function must not read their cotangents, which are NaN in half of the
-    cases.
+    `nan_cotangents` names outputs with rows that no gradient depends on, such as padding: the cotangents of these rows
+    are NaN in half of the cases. Each output has a function `(case, inputs)` of the sizes and options of a case and its
+    full inputs by name, which returns bools over leading dims of the output, True for these rows.
 
-    Errors: ValueError at declaration, `scheme '<name>': ...`, for every mistake that can be known by then. TypeError
-    for an unknown keyword, with the nearest known one.
+    Errors: ValueError, `scheme '<name>': ...`, for every mistake that the declaration shows. TypeError for an unknown
+    keyword, with the nearest known one.
     """
 
     def declare(fn: Callable[..., Any]) -> Scheme:

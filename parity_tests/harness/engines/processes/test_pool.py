@@ -32,7 +32,7 @@ from shardproof.engines.processes.recorder import FUNCTIONAL, IN_PLACE, MISSING,
 
 HOT_START_S = 0.5
 LARGE = ("torch_impl.optimizers.muon", "transformers.models.llama.modeling_llama")
-LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
+LOADED = 2.0  # other work on the machine may slow these tests by this factor
 
 
 def case(world: int, **more: Any) -> CaseSpec:
@@ -69,7 +69,7 @@ def imported_by_a_backward(mesh: Any, case: CaseSpec) -> list[str]:
 
 
 def test_the_first_backward_of_a_rank_imports_nothing() -> None:
-    """Torch imports SymPy for a given cotangent, which takes a third of a second: the server has it."""
+    """Torch imports SymPy for a given cotangent, which takes a third of a second: the server imports it before."""
     assert pool.run(imported_by_a_backward, case(2)).results == ([], [])
 
 
@@ -217,7 +217,7 @@ def test_groups_that_a_function_makes_do_not_pile_up() -> None:
     assert counts[-1] == counts[1]
 
 
-def test_an_exception_that_no_pickle_takes() -> None:
+def test_an_exception_that_cannot_be_pickled() -> None:
     def raises(mesh: Any, case: CaseSpec) -> None:
         class Local(Exception):
             def __reduce__(self) -> str:
@@ -230,7 +230,7 @@ def test_an_exception_that_no_pickle_takes() -> None:
     assert "in raises" in caught.value.__notes__[0]
 
 
-def test_a_result_that_no_pickle_takes() -> None:
+def test_a_result_that_cannot_be_pickled() -> None:
     def returns(mesh: Any, case: CaseSpec) -> Any:
         return (i for i in range(3))
 
@@ -387,7 +387,7 @@ def test_a_server_is_started_ahead_where_gloo_may_give_a_second_opinion(
     assert len(started) == starts
 
 
-def test_every_operator_of_c10d_is_written_down_or_rejected() -> None:
+def test_every_operator_of_c10d_is_recorded_or_rejected() -> None:
     operators = {"c10d": {*IN_PLACE, *SILENT}, "_c10d_functional": {*FUNCTIONAL, *SILENT, *MISSING}}
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")

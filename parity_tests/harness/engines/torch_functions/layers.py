@@ -260,7 +260,7 @@ def unsharded_ahead(mesh: Any) -> list[Tensor]:
 
 
 class Scattered:
-    """A reduce_scatter of one's own: the default's, with its memory by torch."""
+    """A custom reduce_scatter: the default collective, with memory from torch."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -300,7 +300,7 @@ def scheduled(schedule: Any, mesh: Any, per_rank: int, is_v: bool) -> list:
     parts = {number: network(1, seed=number) for number in mine}
     stages = [PipelineStage(parts[n], n, count, torch.device("cpu"), group=mesh["tp"]) for n in mine]
     if torch.__version__.startswith("2.11."):
-        # It first sends a scalar into a tensor of one element, to the rank itself too, which gloo rejects.
+        # torch 2.11 first sends a scalar into a tensor of one element, to the rank itself too, which gloo rejects.
         for stage in stages:
             stage._get_init_p2p_neighbors_ops = lambda: []
     runner = schedule(

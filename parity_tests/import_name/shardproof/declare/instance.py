@@ -50,12 +50,12 @@ def meaning_of(
     further inputs, such as the offsets for its layout. The outputs match one form of the contract's result; with None
     they are not compared.
     """
-    # A contract's axis may be absent only if the contract has every axis of the mesh by name, as a mesh of cp alone.
+    # A contract's axis may be absent only if the contract has every axis of the mesh by name, such as cp alone.
     absent = general.axes - set(axes) if set(axes) <= general.axes else set()
-    for of_inputs in _pairings(general.routes, general.required, inputs, Meaning(), axes):
+    for paired in _pairings(general.routes, general.required, inputs, Meaning(), axes):
         for form in general.outputs if outputs is not None and general.outputs else ((),):
             if not form or len(form) == len(outputs or ()):
-                for meaning in _all(list(zip(form, outputs or (), strict=False)), of_inputs, axes):
+                for meaning in _all(list(zip(form, outputs or (), strict=False)), paired, axes):
                     further, none = meaning.further_axes(), {name for name, own in meaning.axes.items() if not own}
                     if not further & general.axes and none <= absent:
                         return meaning

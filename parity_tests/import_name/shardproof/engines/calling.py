@@ -1,4 +1,4 @@
-"""How a rank is called: the strides of its tensors, the dtype of its integers, and which tensors share storage."""
+"""The calling conditions of a rank: strides of tensors, the dtype of integers, tensors in one storage."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _stepped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _expanded(tensor: torch.Tensor, *, every_dim: bool) -> torch.Tensor:
-    """A view of stride 0 if the values are equal; values that the user passes may not be."""
+    """A view of stride 0 if all values are equal; values that the user passes may differ."""
     one = tensor[(slice(0, 1),) * (tensor.ndim if every_dim else 1)]
     return one.clone().expand(tensor.shape) if bool((tensor == one).all()) else tensor
 
@@ -109,8 +109,8 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of one backward, or of the second backward on a retained graph.
 
-    If torch reports that the function does not allow a second backward, the gradients of the first: users know that
-    such a function cannot be called twice, but not that its second backward is wrong.
+    If torch reports that the function allows no second backward, these are the gradients of the first: users notice
+    such an error themselves, but not a wrong second backward.
     """
     again = bool(case.conditions.get("second_backward"))
     has_hooks = any(variable._post_accumulate_grad_hooks for variable in variables)
@@ -168,9 +168,9 @@ def total_with(cotangents: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
 def _by_backward(
     outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], *, retain_graph: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as `backward()` leaves them in `.grad`, for functions that `torch.autograd.grad` does not serve.
+    """The gradients as `backward()` leaves them in `.grad`.
 
-    They reject it, or edit `.grad` in hooks, which it does not call.
+    For functions that reject `torch.autograd.grad`, or that edit `.grad` in hooks, which it does not call.
     """
     torch.autograd.backward(total_with(cotangents, outputs), retain_graph=retain_graph)
     results = tuple(variable.grad for variable in variables)
