@@ -21,7 +21,7 @@ def convolved_stream(x, weight, bias, cu, has_bias):
 
 
 def cost(segments):
-    """Of x, k - 1 rows of each segment; their cotangents come back from all ranks, in float32 or wider."""
+    """Forward gathers k - 1 rows of x per segment; backward sums the ranks' cotangents in float32 or wider."""
 
     def declared(c):
         rows = segments(c) * c.dims.get("b", 1) * (c.k - 1) * c.c // c.tp

@@ -16,7 +16,7 @@ U = UNIT_ROUNDOFF["float64"]
 HALF_THE_DIGITS = 2.0**-26  # of float64: a spread, over eight directions, is itself known to a quarter
 
 
-MAX_OPERATIONS = 500  # beyond which XLA takes seconds to compile the derivative: of those it gets the values alone
+MAX_OPERATIONS = 500  # XLA compiles the derivative of a longer function for seconds, so it gives only the values
 
 
 def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray]) -> list[str]:
@@ -58,7 +58,7 @@ def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray]) -> list[str]:
 
 
 def _same_values(value: np.ndarray, want: np.ndarray, spread: np.ndarray, terms: int) -> bool:
-    """Within the budget of a float64 sum of so many terms; integers, infinities and nan are the same ones."""
+    """Whether values differ by less than a float64 sum's budget; integers, infinities and NaN must be equal."""
     if value.dtype.kind != "f":
         return bool((value == want).all())
     with np.errstate(invalid="ignore"):
@@ -68,12 +68,12 @@ def _same_values(value: np.ndarray, want: np.ndarray, spread: np.ndarray, terms:
 
 
 def _same_spread(spread: np.ndarray, want: np.ndarray, lost: float) -> bool:
-    """As large, but for `lost`: a roundoff of the largest tangent, of which differences may leave next to nothing."""
+    """Whether spreads are equal up to `lost`, a roundoff of the largest tangent: tangents may cancel to almost 0."""
     return bool((np.abs(spread - want) <= HALF_THE_DIGITS * want.max(initial=0.0) + lost).all())
 
 
 def _same_tangents(tangent: np.ndarray | None, want: np.ndarray | None, lost: float) -> bool:
-    """Finite in the same places, and there as large; an output without a tangent has zeros by XLA."""
+    """Whether tangents are finite in the same places and equal there; XLA gives zeros to an output without one."""
     if tangent is None or want is None:
         return not (np.zeros(1) if want is None else want).any() and tangent is None
     finite = np.isfinite(want)

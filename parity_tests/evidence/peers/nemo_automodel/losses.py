@@ -60,7 +60,7 @@ def distillation_mean(mesh: Any, student: Any, teacher: Any, labels: Any, temper
 
 @scheme(reference=_over_eight, **DISTILLATION)
 def distillation_of_a_step(mesh: Any, student: Any, teacher: Any, labels: Any, temperature: float) -> torch.Tensor:
-    """Over the labels of all micro-batches of a step."""
+    """The sum over tokens, divided by the number of labels in all micro-batches of a step."""
     return KDLoss(temperature=temperature, tp_group=mesh["tp"])(student, teacher, labels, num_batch_labels=8)
 
 
