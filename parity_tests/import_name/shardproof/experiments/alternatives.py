@@ -177,9 +177,9 @@ def _of_constant(node: ast.Constant, parent: ast.AST, names: Names) -> Alternati
         yield from ((UNREAD if name in names.unread else LIKELY, parsed(name)) for name in flags)
     elif isinstance(value, int):
         near = [value + 1, value - 1] if value else [1, -1]
-        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div | ast.FloorDiv | ast.Mod):
-            near = [each for each in near if each]
         others = near if value in (0, 1) else [*near, 0, 1]
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div | ast.FloorDiv | ast.Mod):
+            others = [each for each in near if each]  # the rest of 1 is always 0
         yield from ((LIKELY, ast.Constant(each)) for each in dict.fromkeys(others))
         if value in (0, 1):
             yield from ((POSSIBLE, parsed(each)) for each in names.numbers("int"))

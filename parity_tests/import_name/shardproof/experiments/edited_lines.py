@@ -15,7 +15,7 @@ import ast
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -26,7 +26,7 @@ from shardproof.declare.declared import Declared
 from shardproof.draw.choosers import even_chooser
 from shardproof.draw.drawing import draw_case
 from shardproof.endings.raised import none_if_raised
-from shardproof.engines.ledger import COLLECTIVES, base
+from shardproof.engines.ledger import COLLECTIVES
 from shardproof.experiments import cases
 from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE, UNREAD
 from shardproof.experiments.edited_programs import RIGHT_ONCE
@@ -64,9 +64,7 @@ def name_edited_line(
     by_label = dict(notes)
     if len(failing) < MIN_FAILING or not can_fork() or _have_causes(report, notes):
         return by_label
-    # A number in place of one that is read too early would be right anywhere.
-    early = (note for of_tensor in notes.values() for note in of_tensor if READ_TOO_EARLY in note)
-    edits, where = _edits(scheme, report, failing, {site.source for note in early for site in note.sites})
+    edits, where = _edits(scheme, report, failing)
     if not edits:
         return by_label
     words = ", or once ".join(edit.words for edit in edits[:MOST_LINES]) + where
@@ -86,25 +84,21 @@ def _have_causes(report: Report, notes: Notes) -> bool:
 def _names_a_cause(note: Note) -> bool:
     """Whether a note names a line, a number with a meaning on every mesh, or a rounding that a wider dtype confirms.
 
-    That values are in another order is no cause: a line may tell which order.
+    That values are in another order is no cause: a line may tell which order. A number that is read too early is one:
+    any other number in its place is right.
     """
-    return (names_a_number(note) and not note.startswith(SAME_VALUES)) or note.startswith(
-        (RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING)
-    )
+    starts = (RIGHT_ONCE, f"{FORWARD_EQUAL}: ", WITHIN_ROUNDING)
+    is_number = names_a_number(note) and not note.startswith(SAME_VALUES)
+    return is_number or note.startswith(starts) or READ_TOO_EARLY in note
 
 
-def _edits(
-    scheme: Declared, report: Report, failing: Sequence[Report], lines: Collection[str]
-) -> tuple[list[LineEdit], str]:
-    """The edits of the lowest rank that are right in all cases, the smallest of each line, and these cases.
-
-    Of all lines, or of those in `lines` if there are any.
-    """
+def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple[list[LineEdit], str]:
+    """The edits of the lowest rank that are right in all cases, the smallest of each line, and these cases."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
     judged = judged_cases(scheme, [smallest.case])
     known = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest))
     drawn = drawn_cases(scheme, report.case)
-    by_rank = _by_rank(scheme, report, smallest, [*known, *drawn], lines)
+    by_rank = _by_rank(scheme, report, smallest, [*known, *drawn])
     mending: list[LineEdit] = []
     for rank, edits in sorted(by_rank.items()) if judged and [*known, *drawn] else ():
         of_rank = _right(scheme, edits, judged, SEARCH_S[rank])
@@ -193,14 +187,13 @@ def _other_cases(
 
 
 def _by_rank(
-    scheme: Declared, report: Report, smallest: Report, others: Sequence[JudgedCase], lines: Collection[str]
+    scheme: Declared, report: Report, smallest: Report, others: Sequence[JudgedCase]
 ) -> dict[int, list[LineEdit]]:
     """The edits by rank, suspicious lines first, and lines of the backward before them if only gradients are wrong."""
     kept = caches()
     functions = running_functions(scheme, smallest.case, kept)
     dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.shardings]
     edits = edits_of(functions, list(report.case.mesh), list(dict.fromkeys(dim.name for dim in dims if dim.name)))
-    edits = [edit for edit in edits if not lines or f"{base(edit.unit.file)}:{edit.line}" in lines]
     Random(0).shuffle(edits)
     only_gradients = all(tensor.ok for tensor in report.tensors if tensor.role == "output")
     of_backward = {code for code, running in functions.items() if running.in_backward}
