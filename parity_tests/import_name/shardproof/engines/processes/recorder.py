@@ -325,10 +325,10 @@ class Recorder(_BesideCompiler):
     def unwaited(self) -> list[LedgerRow]:
         """Functional collectives and asynchronous calls that nobody waited for.
 
-        Work that C++ has issued, as DDP's reducer does, is waited for in C++; it counts only if it is not complete.
+        Work that C++ has issued, as DDP's reducer does, is waited for in C++; it counts only if it is not done.
         """
         functional = [row for _, row in self._unwaited.values()]
-        works = [each.row for each in self._works.values() if each.has_handle or not _is_completed(each.work)]
+        works = [each.row for each in self._works.values() if each.has_handle or not _is_done(each.work)]
         return sorted(dict.fromkeys(functional + works), key=self.rows.index)
 
     def is_backends(self, error: BaseException | None) -> bool:
@@ -359,7 +359,7 @@ class OfThread(_BesideCompiler):
 WAITING_METHODS = ("wait", "synchronize", "result")
 TELLING_METHODS = ("is_completed", "is_success")  # if they answer True
 FUTURE_METHODS = ("get_future", "get_future_result")  # the future waits
-_is_completed = dist.Work.is_completed
+_is_completed, _future = dist.Work.is_completed, dist.Work.get_future
 
 
 def observe_waits(current: Callable[[], Recorder | None]) -> None:
@@ -384,6 +384,13 @@ def _observed(method: Callable[..., Any], name: str, current: Callable[[], Recor
         return answer
 
     return observed
+
+
+def _is_done(work: dist.Work) -> bool:
+    """Whether the work has its result. Its future may have it before, and C++ waits for the future."""
+    with contextlib.suppress(RuntimeError):  # of a backend without futures
+        return _is_completed(work) or _future(work).done()
+    return False
 
 
 def _is_called_by_c10d() -> bool:
