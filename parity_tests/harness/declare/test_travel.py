@@ -1,9 +1,11 @@
 """A function keeps its name and origin when it is sent to other processes."""
 
+import importlib
 import pickle
 import threading
 
 import pytest
+import torch
 
 from shardproof.declare import travel
 
@@ -33,6 +35,18 @@ def test_an_unpicklable_object_is_rejected_with_the_schemes_name():
     rejected = r"scheme 'locked': the function cannot be sent to other processes: cannot pickle '_thread.lock' object"
     with pytest.raises(travel.CannotTravel, match=rejected):
         travel.dumps(locked)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, at its first import
+def test_a_setting_of_torchs_compiler_travels():
+    """torch's modules of settings have a class of their own."""
+
+    def without_compiler(x):
+        torch._dynamo.config.suppress_errors = torch._dynamo.config.suppress_errors
+        return x
+
+    importlib.import_module("torch._dynamo")
+    assert pickle.loads(travel.dumps(without_compiler))(2) == 2
 
 
 def _nested(function):

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from functools import reduce
+from importlib import import_module
 from typing import Any
 
 import cloudpickle
@@ -22,7 +23,7 @@ class CannotTravel(TypeError):
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Also pickles torch's operators, by name: cloudpickle cannot, and every rank has them.
+    """Also pickles torch's operators and modules of a class of their own, by name: cloudpickle cannot.
 
     Code keeps its file name, which cloudpickle 3.1.3 drops: errors on a rank name their line. Compiled functions of
     torch.compile cannot be pickled; if ranks import the file, they have its globals already.
@@ -40,6 +41,8 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, types.CodeType):
             build, arguments, *_ = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (build, arguments, obj.co_filename)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and obj.__name__ in sys.modules:
+            return import_module, (obj.__name__,)  # as torch._dynamo.config, which cloudpickle takes for no module
         if type(obj).__module__ in ("torch._ops", "torch._classes") and type(obj).__name__ in _OPERATORS:
             return _operator, (_OPERATORS[type(obj).__name__].format(obj),)
         return super().reducer_override(obj)
