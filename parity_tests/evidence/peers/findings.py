@@ -422,6 +422,14 @@ CONTRACTS = (
         {"gloo": RIGHT},
     ),
     Contract(
+        "deepspeed",
+        "`vocab_parallel_cross_entropy` hands tensors with the strides of its target to all_reduce: NCCL raises for a "
+        "target that is a transposed view",
+        ("deepspeed/layers::cross_entropy_gathered_*",),
+        "protocol",
+        {"gloo": RIGHT},
+    ),
+    Contract(
         "transformers",
         "a tensor plan on more ranks than the model has heads of keys and values raises, at the shapes of attention",
         ("transformers/plans::llama_with_fewer_kv_heads_than_ranks",),
