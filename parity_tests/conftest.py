@@ -135,6 +135,12 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, own_folders: Iterator[Path]) -> 
 
 
 @pytest.fixture(autouse=True)
+def whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines in a pipe are broken at COLUMNS, which readline sets in the environment of pytest's workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports read alike on every torch; the line about newer versions has tests of its own."""
     monkeypatch.setattr(tested_versions, "TESTED", {})

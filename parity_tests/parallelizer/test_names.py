@@ -19,7 +19,7 @@ from torch_impl.parallelizer import (
     register_parallel_strategy,
     register_tp_plan,
 )
-from torch_impl.parallelizer.adapters.megatron import choose_backend, have
+from torch_impl.parallelizer.adapters.megatron import choose_backend, has_function
 from torch_impl.parallelizer.expert_validation import validate_experts
 from torch_impl.parallelizer.fsdp2 import BackendKind, CheckpointingKind, PlanOrPathKind, PolicyKind, SelectiveKind
 from torch_impl.parallelizer.registry import imported_plan
@@ -331,7 +331,7 @@ def test_backend(backend, device, has_nvfsdp, has_megatron, expected):
     [("collections", "OrderedDict", True), ("collections", "fully_shard", False), ("no_such_package", "x", False)],
 )
 def test_installed_packages_that_have_a_name(package_name, name, expected):
-    assert have(package_name, name) is expected
+    assert has_function(package_name, name) is expected
 
 
 @pytest.mark.parametrize(("switch", "value", "expected"), SWITCHES)

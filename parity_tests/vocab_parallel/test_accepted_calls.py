@@ -144,7 +144,7 @@ def test_placements_that_are_accepted(cp, tp, logits_over_cp, ids, order, flaw):
     assert seen in rules_of_placements(cp, logits_over_cp, ids, order, flaw)
 
 
-OFFSET_RULES = ("cu_seqlens: sequence", "cu_seqlens_padded[", "cu_seqlens gives", "cu_seqlens_padded ends")
+OFFSET_RULES = ("cu_seqlens: sequence", "cu_seqlens_padded[", "cu_seqlens has", "cu_seqlens_padded ends")
 OFFSET_RULES = tuple(f"{PACKED}: {words}" for words in OFFSET_RULES)
 
 

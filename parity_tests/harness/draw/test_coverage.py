@@ -193,9 +193,8 @@ def test_a_mean_over_the_local_count_is_found(fixed, seed, tmp_path):
     report = verify(mean_over_the_local_count, seed=seed, fixed=fixed, replay_folder=str(tmp_path))
     assert report.verdict == "mismatch"
     line, cause, factors = report.notes["d/d logits"][:3]
-    assert line.startswith("right once cross_entropy at ") and line.endswith(
-        " are over all ranks of cp, not over each rank's own part"
-    )
+    assert line.startswith("right once sum at ")
+    assert line.endswith(" is the mean over all ranks of cp, not of each rank's own part")
     assert cause == AVERAGED
     assert factors.startswith("off by a constant factor on each cp rank (")
 

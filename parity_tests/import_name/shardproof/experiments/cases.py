@@ -137,7 +137,7 @@ def normal_values(scheme: Declared, case: CaseSpec) -> dict[str, object]:
     """
     return {
         name: {"kind": next((kind for kind in ORDINARY if kind in draw.kinds), draw.kinds[0])}
-        if (draw := scheme.draws[name]).kind == "float"
+        if (draw := scheme.draws.get(name)) is not None and draw.kind == "float"
         else value
         for name, value in case.values.items()
     }
