@@ -1,10 +1,12 @@
-"""Findings in other projects: the defects, the documented contracts, and which scheme shows which."""
+"""Findings in other projects: the defects, and which scheme shows which."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from parity_tests.evidence.peers.contracts import CONTRACTS, RIGHT, Contract
 
 # Folders of schemes, with the project of each as the package index names it.
 PROJECTS = {
@@ -21,9 +23,6 @@ PROJECTS = {
     "torchtitan": "torchtitan",
     "fla": "fla-core",
 }
-
-
-RIGHT = "equal"
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,6 @@ class Finding:
     @property
     def folder(self) -> str:
         return self.schemes[0].partition("/")[0]
-
-
-@dataclass(frozen=True)
-class Contract:
-    """A call that does not do what its scheme declares, as its project says itself: in its manual or by an error."""
-
-    project: str
-    what: str
-    schemes: tuple[str, ...]
-    verdict: str = "raised"
-    verdicts: Mapping[str, str] = field(default_factory=dict)
 
 
 FINDINGS = (
@@ -379,60 +367,6 @@ FINDINGS = (
         kind="buffer",
         edit="`mesh['cp']`",  # no call has seen the buffer before
         says="The tensor's `_version` beside its identity would tell a buffer that was written to.",
-    ),
-)
-
-CONTRACTS = (
-    Contract(
-        "verl",
-        '`agg_loss` in the mode "seq-mean-token-sum-norm" divides by the width of the rank\'s own mask unless '
-        "`loss_scale_factor` is given, as its manual says",
-        ("verl/losses::agg_loss_over_the_width_of_a_rank",),
-        "mismatch",
-    ),
-    Contract(
-        "verl",
-        "the backward of `vocab_parallel_entropy_with_chunking` raises for two chunks or more, since each writes into "
-        "the logits of all; for logits of two dims, which its manual names, the forward raises",
-        ("verl/vocabulary::entropy_in_chunks*",),
-    ),
-    Contract(
-        "torch", "`F.rms_norm` of a DTensor along its sharded dim raises and names the op", ("torch/ops::rms_norm_*",)
-    ),
-    Contract(
-        "torch",
-        "the backward of `_all_gather_base` raises on gloo, which it does not support",
-        ("torch/collectives::nn_all_gather_base",),
-    ),
-    Contract(
-        "torch",
-        'the backward of `reduce_scatter_tensor_autograd` raises for `"avg"`: it takes sums',
-        ("torch/collectives::functional_reduce_scatter_of_a_mean",),
-    ),
-    Contract(
-        "torch",
-        "`gather` of `torch.distributed.nn.functional` in a group of some ranks raises that a list is missing",
-        ("torch/collectives::nn_gather_in_two_groups",),
-    ),
-    Contract(
-        "colossalai",
-        "`reduce_forward` hands a tensor that is not contiguous to all_reduce: NCCL raises",
-        ("colossalai/operations::reduce_forward_of_transposed",),
-        "protocol",
-        {"gloo": RIGHT},
-    ),
-    Contract(
-        "deepspeed",
-        "`vocab_parallel_cross_entropy` hands tensors with the strides of its target to all_reduce: NCCL raises for a "
-        "target that is a transposed view",
-        ("deepspeed/layers::cross_entropy_gathered_*",),
-        "protocol",
-        {"gloo": RIGHT},
-    ),
-    Contract(
-        "transformers",
-        "a tensor plan on more ranks than the model has heads of keys and values raises, at the shapes of attention",
-        ("transformers/plans::llama_with_fewer_kv_heads_than_ranks",),
     ),
 )
 

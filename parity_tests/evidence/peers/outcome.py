@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from parity_tests.evidence.journal import Journal
-from parity_tests.evidence.peers.findings import RIGHT, expected, expected_verdict
+from parity_tests.evidence.peers.contracts import RIGHT
+from parity_tests.evidence.peers.findings import expected, expected_verdict
 from shardproof.declare.declared import Declared
 from shardproof.declare.discover import schemes_of_file
 from shardproof.draw.drawing import one_case

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from parity_tests.evidence.page import anchor, bullets, joined, markdown_table, written_by
-from parity_tests.evidence.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, Finding, expected
+from parity_tests.evidence.peers.contracts import CONTRACTS, RIGHT
+from parity_tests.evidence.peers.findings import FINDINGS, PROJECTS, Finding, expected
 from parity_tests.evidence.peers.outcome import Outcome
 
 INTRODUCTION = """# Findings in other projects

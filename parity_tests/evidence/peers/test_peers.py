@@ -10,7 +10,8 @@ import pytest
 from parity_tests.evidence.injected_bugs.first_notes import FALSE, TRUE, truth
 from parity_tests.evidence.injected_bugs.injected_bug import KINDS
 from parity_tests.evidence.peers import first_notes
-from parity_tests.evidence.peers.findings import CONTRACTS, FINDINGS, PROJECTS, RIGHT, expected
+from parity_tests.evidence.peers.contracts import CONTRACTS, RIGHT
+from parity_tests.evidence.peers.findings import FINDINGS, PROJECTS, expected
 from parity_tests.evidence.peers.outcome import FOLDER, Outcome, identifier, outcome
 from parity_tests.evidence.peers.page import contents, text
 from shardproof.declare.discover import scheme_of_file, schemes_of_file
