@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+os.environ.pop("COLUMNS", None)  # readline sets it in the environment of workers, and pipes would break lines there
 
 import pytest
 from hypothesis import settings
@@ -132,12 +133,6 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, own_folders: Iterator[Path]) -> 
     folder = next(own_folders)
     folder.mkdir()
     monkeypatch.chdir(folder)
-
-
-@pytest.fixture(autouse=True)
-def whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines in a pipe are broken at COLUMNS, which readline sets in the environment of pytest's workers."""
-    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture(autouse=True)
