@@ -31,8 +31,7 @@ class Finding:
 
     `script` is the plain script that shows it, `ranks` the number of its processes; `kind` is the kind of an injected
     bug that makes the same mistake; `schemes` are globs of `folder/file::name`; `verdict` is the report's, `verdicts`
-    has the verdicts of engines that differ; `says` is the sentence that its maintainers would accept; `edit` is a
-    part of the scheme's line without the cause: it follows the remedy, or has no such values.
+    has the verdicts of engines that differ; `says` is the sentence that its maintainers would accept.
     """
 
     title: str
@@ -48,7 +47,6 @@ class Finding:
     ranks: int = 2
     issue: str = ""
     says: str = ""  # what its maintainers could write themselves
-    edit: str = ""
 
     @property
     def folder(self) -> str:
@@ -90,7 +88,6 @@ FINDINGS = (
         "torch_scan",
         ("torch/scans::*_from_the_end_*",),
         kind="border",
-        edit=", -scan_dim)",
     ),
     Finding(
         "The largest element along a sharded dim raises on a rank that has none of it, and the others fail with it",
@@ -323,7 +320,6 @@ FINDINGS = (
         ranks=1,
         issue="[#6349](https://github.com/verl-project/verl/pull/6349), which mends it and is open",
         kind="call",
-        edit="masked_fill(mask == -1,",  # no masked loss is NaN then
         says="The sequence modes should select with `torch.where`, as `masked_sum` does.",
     ),
     Finding(
@@ -365,7 +361,6 @@ FINDINGS = (
         "fla_cache",
         ("fla/contexts::borders_of_a_buffer_that_is_filled_again",),
         kind="buffer",
-        edit="`mesh['cp']`",  # no call has seen the buffer before
         says="The tensor's `_version` beside its identity would tell a buffer that was written to.",
     ),
 )

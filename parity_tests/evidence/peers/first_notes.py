@@ -21,7 +21,6 @@ from parity_tests.evidence.peers.findings import PROJECTS, Finding, expected
 from parity_tests.evidence.peers.outcome import identifier, known_mistake
 from shardproof.declare.declared import Declared
 from shardproof.declare.discover import schemes_of_file
-from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.notes import check_notes
 
 EXAMPLES = 8
@@ -31,12 +30,6 @@ def first_note(scheme: Declared) -> str | None:
     """The headline of the report on lockstep; None where it is no mismatch, or has no note."""
     report = check_notes(scheme, known_mistake(scheme, "lockstep", EXAMPLES))
     return next((notes[0] for notes in report.notes.values() if notes), None) if report.verdict == "mismatch" else None
-
-
-def of(finding: Finding, note: str) -> str:
-    """Whether a note is true of a finding; an edit that takes away the cause is true."""
-    is_remedy = finding.edit and note.startswith(RIGHT_ONCE) and finding.edit in note.partition(", not ")[0]
-    return TRUE if is_remedy else truth(finding.kind, note)
 
 
 def findings_of(file: Path) -> list[tuple[Declared, Finding]]:
@@ -54,7 +47,7 @@ def main() -> None:
                 note = first_note(scheme)
                 if note is None:
                     continue
-                verdict = of(finding, note)
+                verdict = truth(finding.kind, note)
                 counted[verdict] += 1
                 print(f"{verdict}: {identifier(file, scheme.name)} ({finding.kind}): {note}", flush=True)
     claims = counted[TRUE] + counted[FALSE]

@@ -51,13 +51,6 @@ def test_the_first_note_of_a_finding_is_true():
     assert note is not None and truth(finding.kind, note) == TRUE and truth("order", note) == FALSE
 
 
-def test_an_edit_is_true_if_it_takes_away_the_cause():
-    (finding,) = (each for each in FINDINGS if each.script == "torch_scan")
-    note = "right once scans.py:1 has `scan(x{})`, not `scan(x{})`"
-    assert first_notes.of(finding, note.format(", -scan_dim", ", scan_dim")) == TRUE
-    assert first_notes.of(finding, note.format(", scan_dim", ", -scan_dim")) == FALSE
-
-
 def test_every_finding_has_the_kind_of_an_injected_bug():
     assert [finding for finding in FINDINGS if finding.kind not in KINDS] == []
 
