@@ -30,7 +30,7 @@ from shardproof.pytest_plugin import pytest_configure as pytest_configure  # our
 from shardproof.report import tested_versions
 
 collect_rarely()
-gc.disable()  # until all tests are collected: what is imported stays
+gc.disable()  # until all tests are collected: imported modules stay
 make_draws_reproducible()
 profiles.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
@@ -145,7 +145,7 @@ def nothing_is_newer(monkeypatch: pytest.MonkeyPatch) -> None:
 def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` ends with the smallest failing case: no fresh processes confirm it, and no other cases explain it.
 
-    For tests of which case is found, and with which verdict.
+    For tests that check the case that is found, and its verdict.
     """
     monkeypatch.setattr(pool, "start_ahead", lambda: None)
     monkeypatch.setattr(verification, "second_opinion", lambda scheme, report, *_: report)
@@ -154,7 +154,7 @@ def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_line_edits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes name no edited line, whose search takes seconds: for tests of notes that are made before it."""
+    """Skip the search for an edited line, which takes seconds: for tests of earlier notes."""
     monkeypatch.setattr(notes, "name_edited_line", lambda scheme, report, failing, notes: notes)
 
 

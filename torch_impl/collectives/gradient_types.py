@@ -121,7 +121,7 @@ def _as_invariant(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Same(torch.autograd.Function):
-    """x, and its cotangent. Not a plain view, whose gradient may be the memory of the cotangent."""
+    """Return x, and its cotangent. A plain view would not do: its gradient may share the cotangent's memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class _Same(torch.autograd.Function):
 
 
 class _Term(torch.autograd.Function):
-    """x on rank 0 and zeros elsewhere, terms whose sum is x: R -> P, its own transpose, and I -> P."""
+    """Keep x on rank 0 and return zeros elsewhere: the terms sum to x. R -> P, its own transpose, and I -> P."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, src: str) -> Tensor:

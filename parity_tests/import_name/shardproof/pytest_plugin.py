@@ -28,7 +28,7 @@ OF_PYTEST = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exceptio
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("shardproof", "schemes, in files named scheme_*.py or *_scheme.py or given by name")
-    group.addoption("--shardproof-engine", choices=ENGINES, default="lockstep", help="what schemes are run on")
+    group.addoption("--shardproof-engine", choices=ENGINES, default="lockstep", help="the engine that runs the schemes")
     group.addoption("--shardproof-examples", type=_positive, metavar="N", help="cases for each scheme; default: 20")
 
 
@@ -192,7 +192,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _hide_frames(error: BaseException) -> None:
-    """Mark the frames of the harness, and those of a decorator around its functions."""
+    """Hide the frames of the harness, and the frames of decorators around its functions."""
     ours = f"{Path(__file__).parent}/"
     decorator = None
     for frame, _ in traceback.walk_tb(error.__traceback__):

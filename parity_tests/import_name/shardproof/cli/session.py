@@ -85,7 +85,7 @@ def verify(
     cause is looked for, and `judged` with the outcome, before the reports are printed.
     """
     _check_options(options)
-    # A user's code may change the working folder: what is written stays where the command was started.
+    # A user's code may change the working folder: files are written where the command was started.
     paths = {option: path if path in (None, "-") else os.path.abspath(path) for option, path in options.files.items()}
     folder, cache = os.path.abspath(options.replay_dir or "."), options.jax_cache and os.path.abspath(options.jax_cache)
     if options.engine == "torchrun":
@@ -172,7 +172,7 @@ def _write_files(outcome: Outcome, paths: Mapping[str, str | None]) -> None:
 
 
 def _with_path_as_given(report: Report, folder: str) -> Report:
-    """The report whose replay file is named as the command line names its folder."""
+    """The report, with its replay file in the folder that the command line names."""
     return replace(report, replay=os.path.join(folder, os.path.basename(report.replay))) if report.replay else report
 
 
