@@ -211,7 +211,6 @@ def on_ranks(body, inside):
     return run(body, CaseSpec(scheme="axes", mesh={"outer": 2, "x": WORLD} if inside else {"x": WORLD})).results
 
 
-@pytest.mark.fast_values(5)
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a larger world"])
 @pytest.mark.parametrize("case", MESHES, ids=lambda case: "-".join(case[0]))
 def test_axes_of_ranks(case, inside):
