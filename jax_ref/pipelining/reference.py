@@ -104,7 +104,7 @@ def timeline(
     forward: jax.Array,
     backward: jax.Array,
     p2p: jax.Array,
-    weight: jax.Array | None = None,
+    weight: jax.Array,
 ) -> tuple[dict[tuple[int, str, int], jax.Array], list[jax.Array]]:
     """(end of each forward, backward and send; time that each rank computes) of an order of forwards and backwards.
 
@@ -112,9 +112,9 @@ def timeline(
 
     `order` has rows of (stage, kind, micro-batch), `placed` the rank of each stage. An input from another rank arrives
     p2p after it was sent, or after it was computed if the order states no messages; a send takes no time, and within a
-    rank nothing is sent. Of halved backwards `backward` is the time of the first half, I, and `weight` of the other, W.
+    rank nothing is sent. A backward, B, takes `backward` and `weight`; of its halves I takes `backward`, W `weight`.
     """
-    durations = {"F": forward, "B": backward, "I": backward, "W": weight}
+    durations = {"F": forward, "B": backward + weight, "I": backward, "W": weight}
     ends: dict[tuple[int, str, int], jax.Array] = {}
     left, free, busy = [list(row) for row in order], [0.0 * p2p] * len(order), [0.0 * p2p] * len(order)
     sends = any(kind.startswith("SEND") for row in order for _, kind, _ in row)

@@ -100,8 +100,19 @@ def ties_in_stages(mesh, token, target, table, layers, norm, tie, steps, name):
     return dict(zip(("loss", "first", "second", "of_layers", "count", "astray"), outputs, strict=True))
 
 
-def stages_over(pp, name):
-    return pp * (1 if RULES[name].is_single else 2)
+def stages_over(pp, layers, name, per_stage, rounding):
+    """As many stages as the layers of a stage ask for, or else one or two on each rank."""
+    if per_stage is None:
+        return pp * (1 if RULES[name].is_single else 2)
+    return reference.stages_by_search(layers, per_stage, pp, rounding)
+
+
+def is_a_division(case):
+    """Whether every rank gets as many stages as its schedule takes, and the outputs have room for all."""
+    stages = stages_over(case.pp, case.l, case.name, case.per_stage, case.rounding)
+    of_rank, left = divmod(stages, case.pp)
+    due = RULES[case.name].stages
+    return not left and stages <= STAGES and (of_rank == due if due else of_rank > 1)
 
 
 def named(stages, layers, has_head, costs):
@@ -109,14 +120,13 @@ def named(stages, layers, has_head, costs):
     return generate_hf_model_fqn_per_model_part(stages, layers, include_lm_head=has_head, fqn_prefix="", **costs)
 
 
-def layers_of_stages(pp, layers, name, ends):
+def layers_of_stages(stages, layers, ends):
     """How many of so many layers each stage has, and 0 for what is no stage."""
-    stages = stages_over(pp, name)
     counts = reference.dearest_stage_first(stages, layers, **COSTS[ends])
     return jnp.asarray(counts + [0] * (STAGES - stages))
 
 
-def of_steps(token, target, embedding, layers, norm, head, mesh, has_head, name, ends):
+def of_steps(token, target, embedding, layers, norm, head, mesh, has_head, name, ends, per_stage, rounding):
     """Four steps: two of the whole length, two without its last position; their gradients are added.
 
     Without a head hidden states are compared with the first columns of the target.
@@ -130,10 +140,11 @@ def of_steps(token, target, embedding, layers, norm, head, mesh, has_head, name,
         return 2 * whole + 2 * shorter, jnp.stack([whole, whole, shorter, shorter])
 
     gradients, losses = jax.grad(of_weights, (0, 1, 2, 3), has_aux=True)(embedding, layers, norm, head)
+    stages = stages_over(mesh["pp"], len(layers), name, per_stage, rounding)
     return {
         "losses": losses,
         **dict(zip(("d_embedding", "d_layers", "d_norm", "d_head"), gradients, strict=True)),
-        "of_stages": layers_of_stages(mesh["pp"], len(layers), name, ends).astype(norm.dtype),
+        "of_stages": layers_of_stages(stages, len(layers), ends).astype(norm.dtype),
     }
 
 
@@ -150,20 +161,27 @@ def of_steps(token, target, embedding, layers, norm, head, mesh, has_head, name,
         "token": token_below("v"), **dict.fromkeys(("target", "embedding", "layers", "norm", "head"), values("normal")),
     },
     nograd=("target", "embedding", "layers", "norm", "head"),
-    options={"has_head": (True, False), "name": LOOPED, "ends": tuple(COSTS)},
+    options={
+        "has_head": (True, False), "name": LOOPED, "ends": tuple(COSTS),
+        "per_stage": (None, 3, 2), "rounding": (None, "up", "down"),
+    },
     rank_options={"stated": tied_decoder.STATED, "is_named": (False, True)},
     dtypes=("float64", "float32"),
+    assume=is_a_division,
     reduction=("b", "s", "v", "d"),
     roundings=40,
 )  # fmt: skip
 @pytest.mark.cases(8)
-def shapes_told_again(mesh, token, target, embedding, layers, norm, head, has_head, name, ends, stated, is_named):
+def shapes_told_again(
+    mesh, token, target, embedding, layers, norm, head, has_head, name, ends, per_stage, rounding, stated, is_named
+):
     weights = (embedding, *layers.unbind(), norm, head)
     target = target if has_head else target[:, :, : len(norm)]
     model = tied_decoder.with_views(weights, has_head, stated)
-    options = COSTS[ends]
+    options = COSTS[ends] | {"layers_per_stage": per_stage, "round_to_pp_multiple": rounding}
     if is_named:
-        options = {"module_names_per_stage": named(stages_over(mesh.size("pp"), name), len(layers), has_head, options)}
+        stages = stages_over(mesh.size("pp"), len(layers), name, per_stage, rounding)
+        options = {"module_names_per_stage": named(stages, len(layers), has_head, COSTS[ends])}
     losses, gradients, counts = tied_decoder.told_again(mesh, name, token, target, model, options)
     first, *of_layers, of_norm, of_head = (
         gradients.get(leaf, torch.zeros_like(weight)) for leaf, weight in zip(DECODER_NAMES, weights, strict=True)
@@ -251,7 +269,7 @@ def test_a_tie_of_which_one_copy_is_frozen_is_an_error_on_both_ranks(name):
 
 
 MICROBATCHES = 3
-DURATIONS = ("forward", "backward")
+DURATIONS, EVERYWHERE = ("forward", "backward"), ("weight", "p2p")  # of each stage, and the same for all
 
 
 def placed_over(pp, style, chunks):
@@ -279,11 +297,11 @@ def peak_live(row):
     return max(sum(steps[: end + 1]) for end in range(len(steps)))
 
 
-def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends, pace):
+def of_timeline(forward, backward, weight, p2p, mesh, style, chunks, filled, sends, pace):
     placed = placed_over(mesh["pp"], style, chunks)
-    f, b, between = (pace * jnp.abs(x) for x in (forward, backward, p2p))
+    f, b, w, between = (pace * jnp.abs(x) for x in (forward, backward, weight, p2p))
     order = written(placed, filled, sends)
-    ends, busy = reference.timeline(order, placed, f, b, between, weight=f)
+    ends, busy = reference.timeline(order, placed, f, b, between, jnp.full_like(f, w))
     names = {"F": "of_forward", "I" if filled == "two, halved" else "B": "of_backward"}
     stages = {
         name: jnp.stack(
@@ -307,14 +325,14 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends, pace
 @scheme(
     reference=of_timeline,
     mesh={"pp": (1, 2, 3, 4)},
-    inputs={**dict.fromkeys(DURATIONS, "k pp=I"), "p2p": "pp=I"},
+    inputs={**dict.fromkeys(DURATIONS, "k pp=I"), **dict.fromkeys(EVERYWHERE, "pp=I")},
     outputs={
         "of_forward": "k m pp=I", "of_backward": "k m pp=I", "idle": "r/pp", "bubble": "r/pp", "live": "r/pp",
         "chunk": "k pp=I",
     },
     dims={"k": "4*pp", "m": (MICROBATCHES,), "r": "pp"},
-    draw=dict.fromkeys((*DURATIONS, "p2p"), values("normal")),
-    nograd=(*DURATIONS, "p2p"),
+    draw=dict.fromkeys((*DURATIONS, *EVERYWHERE), values("normal")),
+    nograd=(*DURATIONS, *EVERYWHERE),
     options={
         "style": ("loop", "v", "blocks"), "chunks": (2, 1, 4), "filled": ("all", "two", "two, halved"),
         "sends": ("none", "at once", "late"),
@@ -324,7 +342,7 @@ def of_timeline(forward, backward, p2p, mesh, style, chunks, filled, sends, pace
     roundings=20,
 )  # fmt: skip
 @pytest.mark.cases(8)
-def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, sends, pace):
+def simulated_messages(mesh, forward, backward, weight, p2p, style, chunks, filled, sends, pace):
     """When each forward and backward ends, how long each rank waits, and for how many chunks it stores activations.
 
     Messages take time between two ranks. Ranks are in a list by stage, or in a dict that has the last stage first.
@@ -332,8 +350,8 @@ def simulated_messages(mesh, forward, backward, p2p, style, chunks, filled, send
     pp = mesh.size("pp")
     placed = placed_over(pp, style, chunks)
     order = written(placed, filled, sends)
-    f, b, between = ((pace * x).abs().tolist() for x in (forward, backward, p2p))
-    times = Times(f=f, i=b, w=f if filled == "two, halved" else 0.0, p2p=between)
+    f, i, w, between = ((pace * x).abs().tolist() for x in (forward, backward, weight, p2p))
+    times = Times(f, i, w, between)
     actions = [[Action(*action) for action in row] for row in order]
     first, last = dict([*enumerate(placed)][:-1]), {len(placed) - 1: placed[-1]}
     by_stage = last | first if style == "blocks" else stage_to_rank(pp, chunks * pp, style)
