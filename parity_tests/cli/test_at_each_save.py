@@ -1,19 +1,22 @@
 """`shardproof verify FILE --watch`: each save gets the verdict of what was saved, and nothing is left of a version."""
 
+import io
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from parity_tests.training.started import Mark
-from shardproof.cli import at_each_save
-from shardproof.cli.at_each_save import IDLE_POLLS, POLL_S, Saves, next_saves
+from shardproof.cli import at_each_save, session
+from shardproof.cli.at_each_save import IDLE_POLLS, PATIENCE_S, POLL_S, Saves, next_saves
 from shardproof.report.summary import VerifyOptions
 
 LIMIT_S = 120.0
@@ -46,6 +49,19 @@ def doubled_sum(mesh, x):
 """  # the change is made in line 16
 # The wrong factor has a meaning, the ranks of tp, so that no edit of a line is searched for.
 RIGHT, WRONG = "FACTOR = 2.0\n", "FACTOR = 4.0\n"  # of one size, so that Python's bytecode cannot tell them apart
+SLEEPS_IN_THE_SEARCH = """import itertools, time
+
+
+class Factor:
+    calls = itertools.count()
+
+    def __mul__(self, x):
+        time.sleep(0 if next(self.calls) < 2 else 60)  # two ranks have one call each
+        return 4.0 * x
+
+
+FACTOR = Factor()
+"""
 EQUAL, MISMATCH = "1 scheme, 0 mismatches", "1 scheme, 1 mismatch,"
 
 
@@ -123,7 +139,7 @@ def test_each_save_gets_the_verdict_of_what_was_saved(tmp_path):
         watch.save_scheme(change="(")
         verdict = watch.verdict()
         assert "cannot import my_scheme.py:16: SyntaxError" in verdict and verdict.endswith(
-            " s. Waiting for a save of my_scheme.py, or of 1 imported file; Ctrl-C ends.\n"
+            " s. Waiting for a save of my_scheme.py, or of 1 other file; Ctrl-C ends.\n"
         )
         assert re.fullmatch(r"\d\d:\d\d:\d\d  \d+\.\d s\. Waiting .*", verdict.splitlines()[-1])
         watch.save_scheme(change=" * 0.25")
@@ -146,6 +162,21 @@ def test_a_save_ends_a_verdict_that_never_comes(tmp_path):
         verdict = watch.verdict()
         assert "a file has been saved meanwhile" in verdict and MISMATCH in verdict
         assert watch.interrupt() == (1, "")
+
+
+@pytest.mark.slow
+def test_a_save_ends_the_search_for_a_cause(tmp_path):
+    """The first failing case has been told, and its search sleeps in a rank."""
+    with Watch(tmp_path) as watch:
+        assert EQUAL in watch.verdict()
+        watch.save_factor(SLEEPS_IN_THE_SEARCH)
+        assert "looking for its cause" in watch.process.stdout.readline()
+        saved = time.monotonic()
+        watch.save_factor(RIGHT)
+        assert "a file has been saved meanwhile" in watch.process.stdout.readline()
+        assert time.monotonic() - saved < PATIENCE_S / 2
+        assert EQUAL in watch.verdict()
+        assert watch.interrupt() == (0, "")
 
 
 @pytest.mark.slow
@@ -232,6 +263,40 @@ def test_a_file_that_was_saved_while_it_was_imported_counts_as_changed(tmp_path)
     saves = Saves(list)
     saves.add([str(early), str(late)], unless_saved_since_ns=begun_ns)
     assert saves.changed() == [str(late)]
+
+
+WRONG_FACTOR, NAME_ERROR = SCHEME.replace("FACTOR *", "4.0 *"), SCHEME.replace("FACTOR *", "factor *")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (WRONG_FACTOR, ["doubled_sum: mismatch in out, d/d x at tp=2 "]),
+        (
+            NAME_ERROR,
+            ["doubled_sum: raised at tp=2 ", "NameError: name 'factor' is not defined", "line 16, in doubled_sum"],
+        ),
+    ],
+)
+def test_the_first_failing_case_is_told_in_lines_of_its_own(tmp_path, monkeypatch, source, told):
+    """Also on a terminal, where the bar that counts examples makes room for them; an exception comes with its line."""
+    text = source.format(engines='("lockstep",)', change="").replace("from my_factors import FACTOR\n", "\n")
+    (tmp_path / "my_scheme.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    lead, follow = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with open(follow, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        session.verify(
+            ["my_scheme.py"], VerifyOptions(examples=1), fails=partial(at_each_save._tell_failure, io.StringIO())
+        )
+        terminal.flush()
+        printed = os.read(lead, 1 << 16).decode()
+    os.close(lead)
+    assert re.search(r"\x1b\[2K(\x1b\[[0-9;?]*[a-zA-Z])*doubled_sum", printed), printed
+    early = re.split(r"tp=2 +lockstep", printed)[0]
+    assert all(words in early for words in told), early
 
 
 def test_options_that_a_watch_cannot_keep():

@@ -41,7 +41,7 @@ from shardproof.report.sentence import Sentence
 from shardproof.report.summary import Outcome, VerifyOptions
 
 POLL_S = 0.04  # a save is noticed within it, and taken once the file has not changed for as long
-PATIENCE_S = 10.0  # after which a verdict ends if its file has been saved meanwhile
+PATIENCE_S = 10.0  # after which a verdict ends if its file has been saved meanwhile; a failure that is told ends it
 IDLE_POLLS = 25  # until it counts as idle, and between two looks at this project's own files
 # What every verdict needs; further modules of these packages are imported once a verdict has needed them. None starts
 # a thread when it is imported.
@@ -89,8 +89,7 @@ def watch(targets: list[str], options: VerifyOptions) -> int:
             freeze_heap()
             begun_ns = time.time_ns()
             before, verdict = verdict, replace(verdict, status=INTERRUPTED)
-            is_outdated = partial(_is_outdated, saves, time.monotonic() + PATIENCE_S)
-            verdict = _verdict(targets, options, before, is_outdated)
+            verdict = _verdict(targets, options, before, saves)
             seconds = (time.time_ns() - saved_ns) / 1e9
             saves.add(verdict.files, unless_saved_since_ns=begun_ns)
             clock = "" if console.is_terminal else time.strftime("%H:%M:%S  ")  # a terminal shows one verdict at a time
@@ -119,16 +118,10 @@ def _check(targets: list[str], options: VerifyOptions) -> None:
         raise ValueError("--watch needs Linux, where a process that has imported torch can be forked; leave it out")
 
 
-def _is_outdated(saves: Saves, patience_ends: float) -> bool:
-    """Whether a verdict that takes long, as of an endless loop, is of a file that has been saved since."""
-    return time.monotonic() > patience_ends and saves.are_there
-
-
-def _verdict(
-    targets: list[str], options: VerifyOptions, before: Verdict, is_outdated: Callable[[], bool] = lambda: False
-) -> Verdict:
+def _verdict(targets: list[str], options: VerifyOptions, before: Verdict, saves: Saves) -> Verdict:
     """Verify in a fork. After an error, as in the syntax of a file, what was known before is still known."""
     with tempfile.TemporaryFile("w+") as told:
+        is_outdated = partial(_is_outdated, saves, told, time.monotonic() + PATIENCE_S)
         status = supervised_in_turn(partial(_judge, targets, options, before, told), is_outdated)
         told.seek(0)
         try:
@@ -140,10 +133,16 @@ def _verdict(
     return Verdict(status, *(tuple(news[name]) for name in ("failed", "files", "modules")))
 
 
+def _is_outdated(saves: Saves, told: IO[str], patience_ends: float) -> bool:
+    """Whether nobody waits for the rest: the file has been saved since, and the verdict takes long or is a failure."""
+    is_over = time.monotonic() > patience_ends or os.fstat(told.fileno()).st_size > 0
+    return is_over and saves.are_there
+
+
 def _judge(targets: list[str], options: VerifyOptions, before: Verdict, told: IO[str]) -> int:
     """In the fork: print the verdict, and tell what the next one needs."""
     imported, outcomes = set(sys.modules), list[Outcome]()
-    fails = id if options.quiet else _tell_failure
+    fails = id if options.quiet else partial(_tell_failure, told)
 
     def verify() -> int:
         try:
@@ -168,12 +167,15 @@ def _judge(targets: list[str], options: VerifyOptions, before: Verdict, told: IO
         told.flush()
 
 
-def _tell_failure(report: Report) -> None:
+def _tell_failure(told: IO[str], report: Report) -> None:
     """Print the first failing case at once: its cause and a smaller case take longer than the verdict."""
+    print(file=told, flush=True)
     wrong = [tensor.label for tensor in report.tensors if not tensor.ok]
     verdict = f"{report.verdict} in {', '.join(wrong)}" if wrong and report.failure is None else report.verdict
-    scheme = report.scheme.rpartition(":")[2]
-    Console().print(Sentence(f"{scheme}: {verdict} at {report.case_text}; looking for its cause"), soft_wrap=True)
+    lines = [f"{report.scheme.rpartition(':')[2]}: {verdict} at {report.case_text}; looking for its cause"]
+    if report.failure is not None:
+        lines += [f"  {line}" for line in str(report.failure).splitlines()]
+    Console().print(Sentence("\n".join(lines)), soft_wrap=True)
     sys.stdout.flush()
 
 
@@ -195,7 +197,7 @@ def _is_replay(file: Path) -> bool:
 def _waiting(targets: list[str], verdict: Verdict) -> str:
     given = {os.path.realpath(target.partition("::")[0]) for target in targets}
     others = len(set(verdict.files) - given)
-    more = f", or of {counted(others, 'imported file')}" if others else ""
+    more = f", or of {counted(others, 'other file')}" if others else ""
     return f"Waiting for a save of {' or '.join(targets)}{more}; Ctrl-C ends."
 
 

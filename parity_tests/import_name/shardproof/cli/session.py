@@ -224,6 +224,7 @@ def _judge_each(
     """Add the outcome of each scheme; `keep` is called with a failing report as soon as there is one."""
     with progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
+        keep = partial(_in_place_of, bar, keep)
         for number, scheme in enumerate(schemes, start=1):
             bar.update(task, description=scheme.name, has_failed=False)
             progress = partial(_show_examples, bar, task, scheme.name, is_counted=len(schemes) == 1)
@@ -234,6 +235,18 @@ def _judge_each(
             bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
+
+
+def _in_place_of(bar: Progress, keep: Keep, key: str, report: Report) -> None:
+    """Call `keep`, which may print lines where the bar stands."""
+    if bar.disable:
+        keep(key, report)
+        return
+    bar.stop()
+    try:
+        keep(key, report)
+    finally:
+        bar.start()
 
 
 def _told_if_ended(
