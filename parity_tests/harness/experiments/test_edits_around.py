@@ -6,8 +6,15 @@ import torch
 import torch.distributed as dist
 
 from parity_tests.harness.experiments.test_edited_lines import first_note
+from parity_tests.specimens.noted_scheme import declared
 from parity_tests.specimens.wrong_gradients import line_of
+from shardproof import token_below, values
+from shardproof.experiments.edited_lines import _files_around
 from shardproof.experiments.edited_programs import RIGHT_ONCE
+from shardproof.experiments.live_objects import caches
+from shardproof.experiments.notes import check_notes
+from shardproof.experiments.running_lines import running_functions
+from shardproof.verify_one_case import verify_case
 
 
 def squares_of_first_rows(mesh, x):
@@ -61,6 +68,14 @@ def test_a_number_in_place_of_one_that_is_read_too_early_hides_no_collective():
     assert note.endswith(f"read before its wait: all_reduce at {line}")
 
 
+def imported(file, text):
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 LIBRARY = """
 from torch_impl.collectives import all_reduce
 
@@ -72,11 +87,7 @@ def damped(x, own_rows, group_of_rows):
 
 def test_a_wrong_function_is_named_before_its_call(tmp_path):
     """Either line may take the number of ranks, the call with fewer letters."""
-    file = tmp_path / "library.py"
-    file.write_text(LIBRARY)
-    spec = importlib.util.spec_from_file_location("library", file)
-    library = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(library)
+    library = imported(tmp_path / "library.py", LIBRARY)
 
     def of_a_library(mesh, x):
         return library.damped(x, len(x), mesh["tp"])
@@ -87,3 +98,32 @@ def test_a_wrong_function_is_named_before_its_call(tmp_path):
     )  # fmt: skip
     assert note.startswith(f"{RIGHT_ONCE}library.py:5 has ")
     assert "or once" not in note
+
+
+ROWS_OF_IDS = """
+import torch
+from torch_impl.collectives import reduce_scatter
+
+def rows_of_ids(mesh, weight, ids):
+    tp = mesh["tp"]
+    first = mesh.global_ids("v")[0]
+    local = ids - first
+    here = (local >= 0) & (local <= weight.shape[0])
+    rows = torch.where(here[..., None], weight[local.clamp(0, weight.shape[0] - 1)], 0.0)
+    return reduce_scatter(rows, tp, dim=1)
+"""
+
+
+def test_a_users_file_is_edited_before_the_functions_that_it_calls(tmp_path):
+    """`reduce_scatter` divides rows by a function of another folder, which is no part of the user's."""
+    function = imported(tmp_path / "user.py", ROWS_OF_IDS).rows_of_ids
+    declaration = declared(
+        function, lambda weight, ids: weight[ids], {"weight": "v/tp d", "ids": "b s"}, "b s/tp d",
+        draw={"weight": values("normal"), "ids": token_below("v")},
+    )  # fmt: skip
+    case = declaration.case(tp=2, v=4, d=5, b=8, s=6)
+    running = {code.co_filename for code in running_functions(declaration, case, caches())}
+    assert _files_around(declaration, running) == running - {function.__code__.co_filename}
+    note, *_ = (str(note) for note in check_notes(declaration, verify_case(declaration, case)).notes["out"])
+    line = "(local >= 0) & (local {} weight.shape[0])"
+    assert note == f"{RIGHT_ONCE}user.py:9 has `{line.format('<')}`, not `{line.format('<=')}`"

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -38,7 +39,7 @@ from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import OBSERVED, READ_TOO_EARLY, Note
 from shardproof.explain.places import NO_PATTERN, SAME_VALUES
-from shardproof.places import TESTS
+from shardproof.places import SOURCES, TESTS
 from shardproof.report.report import Report
 
 AROUND = ADDED + 1  # rank of the edits of a caller and of collectives: they may undo the code between them
@@ -54,6 +55,7 @@ DRAWN_FAILING = 4  # of them: if fewer cases fail, an edit of a right line could
 MOST_ORDINARY = 12
 ORDINARY = "; tested with ordinary values"
 DRAWN_S = 4.0  # of computing for more than DRAWN of them
+OURS = tuple(map(str, SOURCES))
 Notes = Mapping[str, tuple[Note, ...]]
 
 
@@ -213,11 +215,15 @@ def _by_rank(
 
 
 def _files_around(scheme: Declared, files: set[str]) -> set[str]:
-    """Of the files that run, those around the code to verify: our collectives, and the scheme's if it calls others."""
-    collectives = {file for file in files if file.startswith(COLLECTIVES)}
+    """Of the files that run, those around the code to verify: functions of ours, and the scheme's if it calls others.
+
+    Around a user's scheme these are all of ours, else our collectives.
+    """
+    is_ours = Path(scheme.file).is_relative_to(TESTS)
+    functions = {file for file in files if file.startswith(COLLECTIVES if is_ours else OURS)}
     if scheme.file.startswith(str(TESTS / "collectives")):
-        collectives.clear()
-    return collectives | (set() if files <= {*collectives, scheme.file} else {scheme.file})
+        functions.clear()
+    return functions | (set() if files <= {*functions, scheme.file} else {scheme.file})
 
 
 def _suspicion(
