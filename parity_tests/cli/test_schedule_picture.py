@@ -21,6 +21,12 @@ def test_a_schedule_by_the_beginning_of_its_name(shardproof):
     assert all(row.endswith("| idle 5.9%, live 8") for row in rows)
 
 
+def test_no_line_is_wider_than_its_reader(shardproof, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = shardproof("schedule", "zbv", "--pp", "4", "--microbatches", "8")
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_a_schedule_as_json(shardproof):
     status, out, _ = shardproof("schedule", "GPIPE", "--pp", "2", "--microbatches", "1", "--json", "--times", "1,2,3")
     assert status == 0

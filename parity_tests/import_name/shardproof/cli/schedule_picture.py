@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from shardproof.report.out_path import check_writable, naming, write_text
-from shardproof.report.sentence import is_broken
+from shardproof.report.sentence import Sentence, is_broken
 from shardproof.training.schedule_name import rule_by_name
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
 from torch_impl.pipelining.named_schedules import schedule_order
@@ -56,7 +56,7 @@ def show(
     if json != "-":
         console = Console()
         print(f"{name}: {timeline.text(console.width if is_broken(console) else None)}")
-        print(_legend(timeline))
+        console.print(Sentence(_legend(timeline)), highlight=False, soft_wrap=True)
 
 
 def _legend(timeline: Timeline) -> str:
