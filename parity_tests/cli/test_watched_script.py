@@ -50,6 +50,15 @@ def test_a_script_has_its_arguments_its_folder_and_its_environment(tmp_path):
     assert (status, err, out) == (0, "", said + TABLE + row)
 
 
+def test_a_script_that_needs_a_launcher_is_told_so(tmp_path):
+    (tmp_path / "of_a_job.py").write_text("import torch.distributed as dist\n\ndist.init_process_group('gloo')\n")
+    status, _, err = watched(tmp_path, "of_a_job.py", "--lr", "3")
+    *traceback, last = err.splitlines()
+    assert status == 3 and "environment variable RANK expected" in traceback[-1]
+    start = "torchrun --nproc-per-node 2 -m shardproof watch of_a_job.py"
+    assert last == f"shardproof: of_a_job.py needs a launcher; start it by {start}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "printed"),

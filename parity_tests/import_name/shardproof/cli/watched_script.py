@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -13,6 +14,9 @@ from typing import Annotated
 import typer
 
 from shardproof.endings.exit_status import EQUAL, RANK_FAILED
+from shardproof.report.guard import complain
+
+NO_LAUNCHER = re.compile("environment variable (RANK|WORLD_SIZE|LOCAL_RANK) expected, but not set")  # torch's words
 
 
 def watch(
@@ -56,7 +60,10 @@ def _status_of(script: str) -> int:
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)
         return left.code if isinstance(left.code, int) else EQUAL if left.code is None else 1
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if NO_LAUNCHER.search(str(error)):
+            start = f"torchrun --nproc-per-node 2 -m shardproof watch {script}"
+            complain(f"{script} needs a launcher; start it by {start}")
         return RANK_FAILED
     return EQUAL
