@@ -101,5 +101,5 @@ def test_a_number_that_another_case_refutes_is_said_of_this_case_alone():
     report = verify_case(declaration, case.replace(values={**case.values, "keep": {"kind": "mask", "keep": "all"}}))
     assert "(= tp)" in report.notes["out"][0]
     tested = check_notes(declaration, report).notes["out"]
-    (alone,) = (note for note in tested if "in this case; " in note)
-    assert alone.startswith("off by the constant factor 2 (= tp) in this case; off by a constant factor at each")
+    assert "off by the constant factor 2 (= tp) in this case" in tested
+    assert any(note.startswith("off by a constant factor at each") for note in tested)

@@ -63,3 +63,22 @@ def test_a_fitted_number_of_one_case_is_not_said():
         lambda x: jnp.cosh(x), {"x": "t/dp"}, "t/dp", {"dp": 1, "t": 2}, draw={"x": values("normal")},
     )  # fmt: skip
     assert not any("in this case; not at" in note for of_tensor in notes.values() for note in of_tensor), notes
+
+
+def test_a_claim_on_each_rank_is_said_once():
+    """In the smallest case one rank counts nothing: half of the sum is there, and a larger case refutes that number."""
+
+    def mean_of_means(mesh, x, labels):
+        counted = labels != -100
+        mean = (x.cosh() * counted).sum() / counted.sum().clamp(min=1)
+        return all_reduce(mean, mesh["dp"]) / mesh.size("dp")
+
+    counted_on_one_rank = {"kind": "ids", "dim": "v", "picks": [[0, "first"]], "ignored": "shard", "shard": 1}
+    notes = notes_of(
+        mean_of_means, lambda x, labels: mean_of_counted(jnp.cosh(x), labels), {"x": "t/dp", "labels": "t/dp"},
+        "dp=I", {"dp": 2, "t": 4}, kinds={"labels": counted_on_one_rank}, dims={"v": (8,)},
+        draw={"x": values("normal"), "labels": ids("v", ignore=-100)},
+    )  # fmt: skip
+    of_each_rank, of_this_case = notes["d/d x"][-2:]
+    assert of_each_rank.startswith("off by a constant factor on each dp rank"), notes
+    assert of_this_case == "off by the constant factor 0.5 (= 1/dp) in this case", notes

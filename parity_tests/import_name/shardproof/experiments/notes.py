@@ -39,7 +39,16 @@ from shardproof.explain.arithmetic import SMALL_ERROR
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
 from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
-from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, HYPOTHESES, OBSERVED, ROUNDING, Note
+from shardproof.explain.note import (
+    ACROSS_MESHES,
+    ACROSS_SIZES,
+    CONTEXT,
+    HYPOTHESES,
+    IN_THIS_CASE,
+    OBSERVED,
+    ROUNDING,
+    Note,
+)
 from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, ORDER_OF, SAME_VALUES, worst_element
 from shardproof.explain.sums import ZERO_ADDEND, different_copies, zero_addend
 from shardproof.judge.compare import max_finite
@@ -198,7 +207,7 @@ def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[R
                 survivors += [] if survivor is None else [survivor]
     survivors = [note for note in survivors if NOT_SO_ON not in note] or survivors
     if not any(note.scope == ACROSS_MESHES for note in survivors):
-        survivors += _of_this_case_alone(scheme, report, label, same_tensor)
+        survivors += _of_this_case_alone(scheme, report, label, same_tensor, survivors)
     observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
     context = [note for note in report.notes[label] if note.scope == CONTEXT]
     told = [*observed, *survivors, *context] or _different_copies(report, label, same_tensor)
@@ -212,10 +221,13 @@ def _different_copies(report: Report, label: str, same_tensor: Sequence[Report])
     return list(dict.fromkeys(note for other in on_this_mesh for note in other.notes[label] if note in wordings))
 
 
-def _of_this_case_alone(scheme: Declared, report: Report, label: str, same_tensor: Sequence[Report]) -> Iterator[Note]:
+def _of_this_case_alone(
+    scheme: Declared, report: Report, label: str, same_tensor: Sequence[Report], survivors: Sequence[Note]
+) -> Iterator[Note]:
     """A note on a number that fits this case and not another one, which it names.
 
-    It also says whether the other case has a number for each rank or index, such as the share of a local count.
+    It also says whether the other case has a number for each rank or index, such as the share of a local count, unless
+    a survivor says that.
     """
     for note in report.notes[label]:
         is_number = note.scope == ACROSS_MESHES and note.startswith("off by the")
@@ -226,7 +238,9 @@ def _of_this_case_alone(scheme: Declared, report: Report, label: str, same_tenso
                 weaker = next((n for n in other.notes[label] if n.startswith("off by ")), "not")
                 if weaker == "not" and "(= " not in note:  # any number may fit few elements
                     continue
-                yield Note(f"{note.partition(':')[0]} in this case; {weaker.partition(':')[0]} at {sizes(other.case)}")
+                number, of_other = note.partition(":")[0], weaker.partition(":")[0]
+                is_said = any(survivor.startswith(f"{of_other}: ") for survivor in survivors)
+                yield Note(f"{number} {IN_THIS_CASE}" + ("" if is_said else f"; {of_other} at {sizes(other.case)}"))
                 return
 
 

@@ -22,7 +22,7 @@ from shardproof.endings.raised import none_if_raised
 from shardproof.engines.program import Program
 from shardproof.experiments.edited_programs import wrong_outputs
 from shardproof.experiments.input_edits import IN_ANY_ORDER
-from shardproof.explain.note import OBSERVED, Note
+from shardproof.explain.note import IN_THIS_CASE, OBSERVED, Note
 from shardproof.explain.places import NO_PATTERN
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.report import Report
@@ -62,7 +62,7 @@ def name_unused_inputs(scheme: Declared, report: Report, failing: Sequence[Repor
 
 
 def _says_a_place(note: Note) -> bool:
-    return note.startswith((NO_PATTERN, "wrong only", "right only")) or "in this case; " in note
+    return note.startswith((NO_PATTERN, "wrong only", "right only")) or f" {IN_THIS_CASE}" in note
 
 
 def _changes(scheme: Declared, case: CaseSpec) -> Iterator[tuple[str, str, bool, bool]]:

@@ -21,6 +21,7 @@ ACROSS_SIZES = "across sizes"  # at other sizes and values, on the same mesh
 ACROSS_MESHES = "across meshes"  # on other meshes too
 ROUNDING = "rounding"  # in a wider dtype the error vanishes
 HYPOTHESES = (ACROSS_SIZES, ACROSS_MESHES, ROUNDING)
+IN_THIS_CASE = "in this case"  # phrase in a note on a number that another case refutes
 READ_TOO_EARLY = "read before its wait"  # phrase in a note on an asynchronous collective
 
 
