@@ -41,7 +41,7 @@ def test_a_halo_without_backward_is_named_by_its_width():
 
     declaration = declared(convolved, reference, mesh={"cp": (1, 2, 4)}, assume=lambda case: case.dims["s"] >= 8)
     first = declaration.verify().notes["d/d x"][0]
-    assert first.startswith("wrong only at the last 2 places before a shard border of s (all of its elements)"), first
+    assert first.startswith("wrong only at the last 2 places before a shard border of s (all elements there)"), first
 
 
 def test_the_two_chunks_of_the_last_rank_have_a_border_between_them():
@@ -54,7 +54,7 @@ def test_the_two_chunks_of_the_last_rank_have_a_border_between_them():
     layout = "b s/cp:dual_chunk_swap"
     declaration = declared(differences_within_chunks, reference, layout, mesh={"cp": (2,)}, nograd=("x",))
     first = declaration.verify(s=16, b=1).notes["out"][0]
-    assert first.startswith("wrong only at the first place after a shard border of s (all of its elements)"), first
+    assert first.startswith("wrong only at the first place after a shard border of s (all elements there)"), first
 
 
 class BorrowsWithoutReturning(torch.autograd.Function):
@@ -87,7 +87,7 @@ def test_a_missing_border_gradient_is_not_a_ranks_region():
 
     declaration = declared(differences, reference)
     first, *others = notes(declaration.verify(cp=2, s=6, b=2))
-    assert first.startswith("wrong only at the first place after a shard border of s (all of its elements)"), first
+    assert first.startswith("wrong only at the first place after a shard border of s (all elements there)"), first
     assert not any("rank 1 owns" in note for note in others)
 
 
@@ -131,7 +131,7 @@ def test_a_halo_that_small_cases_hide_is_named_by_a_case_that_shows_it():
         outputs="n o s/cp", draw={"x": values("normal"), "weight": values("normal")}, dtypes=("float32",),
         reduction=("c",), assume=lambda case: case.s >= 2 * case.cp, nograd=("weight",),
     )(convolved)  # fmt: skip
-    named = "wrong only at the first 2 places after a shard border of s (all of its elements)"
+    named = "wrong only at the first 2 places after a shard border of s (all elements there)"
     for sizes in ({}, {"cp": 2, "s": 32}, {"cp": 4, "s": 32}):
         first, *others = declaration.verify(**sizes).notes["d/d x"]
         assert first.startswith(named) and "not so on" not in first, first

@@ -64,7 +64,7 @@ def test_accumulation_in_the_narrow_dtype():
     tell = {"coarse_budgets": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
     assert explain(evidence(got, want, **tell))[:2] == (
         "a small error: bfloat16 accumulation could do as much",
-        "wrong only where tp rank 0 owns (1 of its 10 elements)",
+        "wrong only where tp rank 0 owns (1 of 10 elements there)",
     )
     assert headline(got, want, coarse_dtype="float16", **tell) == "a small error: float16 accumulation could do as much"
     got[7] += 1

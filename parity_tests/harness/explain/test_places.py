@@ -35,9 +35,9 @@ def test_wrong_where_one_rank_owns():
     want, other = numbers(2, 8), numbers(2, 8, seed=1)
     owners = columns_of((2, 8), 4)
     got = np.where(owners == 2, other, want)
-    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (all of its elements)"
+    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (all elements there)"
     got[1] = want[1]
-    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (2 of its 4 elements)"
+    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (2 of 4 elements there)"
 
 
 def test_one_ranks_other_constant():
@@ -45,7 +45,7 @@ def test_one_ranks_other_constant():
     owners = columns_of((2, 8), 4)
     got = np.where(owners == 2, 4 * want, want)
     assert headline(got, want, owners={"tp": owners}) == (
-        "wrong only where tp rank 2 owns (all of its elements); there off by the constant factor 4 (= tp): "
+        "wrong only where tp rank 2 owns (all elements there); there off by the constant factor 4 (= tp): "
         "a reduction is missing or repeated, or a mean divides by a local count"
     )
 
@@ -55,7 +55,7 @@ def test_wrong_where_a_pair_of_ranks_owns():
     tp, cp = columns_of((4, 8), 4), columns_of((8, 4), 2).T
     got = np.where((tp == 1) & (cp == 0), other, want)
     assert headline(got, want, owners={"cp": cp, "tp": tp}) == (
-        "wrong only where cp rank 0 and tp rank 1 own (all of its elements)"
+        "wrong only where cp rank 0 and tp rank 1 own (all elements there)"
     )
 
 
@@ -65,7 +65,7 @@ def test_wrong_where_several_ranks_own():
     borders = {"shard borders": owners < 4}
     got = np.where((owners == 1) | (owners == 3), other, want)
     (note,) = explain(evidence(got, want, owners={"tp": owners}, borders=borders))
-    assert note == "wrong only where tp ranks 1 and 3 own (all of its elements)"
+    assert note == "wrong only where tp ranks 1 and 3 own (all elements there)"
     got[:, 3] = want[:, 3]
     assert headline(got, want, owners={"tp": owners}, borders=borders).startswith("wrong only at shard borders")
 
@@ -89,7 +89,7 @@ def test_wrong_at_borders(name):
     mask = np.zeros((2, 9), bool)
     mask[:, [2, 3, 7]] = True
     got = np.where(mask, other, want)
-    assert headline(got, want, borders={name: mask}) == f"wrong only at {name} (all of its elements)"
+    assert headline(got, want, borders={name: mask}) == f"wrong only at {name} (all elements there)"
     everywhere = {name: np.ones((2, 9), bool)}
     assert headline(got, want, borders=everywhere).startswith("no pattern")
 
@@ -100,12 +100,12 @@ def test_a_wider_place_adds_nothing():
     got = np.where(owners == 2, other, want)
     wide, narrow = np.arange(8) < 7, np.arange(8) == 4
     assert explain(evidence(got, want, owners={"tp": owners}, borders={"shard borders": wide})) == (
-        "wrong only where tp rank 2 owns (all of its elements)",
+        "wrong only where tp rank 2 owns (all elements there)",
     )
     got[5] = want[5]
     assert explain(evidence(got, want, owners={"tp": owners}, borders={"padding": narrow})) == (
-        "wrong only where tp rank 2 owns (1 of its 2 elements)",
-        "wrong only at padding (all of its elements)",
+        "wrong only where tp rank 2 owns (1 of 2 elements there)",
+        "wrong only at padding (all elements there)",
     )
 
 
@@ -132,7 +132,7 @@ def test_a_border_between_sequences_that_is_not_read():
         return x.cumsum(0)
 
     report = verify_case(sums_of_everything, sums_of_everything.case(seed=1, cp=1, dtype="float64"))
-    assert report.notes["out"][0] == "wrong only at sequences behind the first of t (all of its elements)"
+    assert report.notes["out"][0] == "wrong only at sequences behind the first of t (all elements there)"
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -153,5 +153,5 @@ def test_the_ids_of_a_rank_are_a_place_where_there_are_other_ranks(tp):
     case = own_rows.case(tp=tp, b=64, v=4, dtype="float32", seed=1)
     report = verify_case(own_rows, case)
     marks = id_marks(own_rows, Program.of(own_rows), case, report.tensors[0])
-    ranks = [f"positions whose ids belongs to tp rank {rank}" for rank in range(tp)]
+    ranks = [f"positions where ids belongs to tp rank {rank}" for rank in range(tp)]
     assert [name for name in marks if "belongs" in name] == (ranks if tp > 1 else [])

@@ -49,7 +49,7 @@ from shardproof.explain.note import (
     ROUNDING,
     Note,
 )
-from shardproof.explain.places import ALL_OF_ITS, NO_PATTERN, ORDER_OF, SAME_VALUES, worst_element
+from shardproof.explain.places import ALL_THERE, NO_PATTERN, ORDER_OF, SAME_VALUES, worst_element
 from shardproof.explain.sums import ZERO_ADDEND, different_copies, zero_addend
 from shardproof.judge.compare import max_finite
 from shardproof.report.report import Report, mesh_text, sizes
@@ -365,7 +365,7 @@ def _clearer(note_on_few: Note, label: str, relevant: Sequence[Report]) -> Note:
 
 
 def _rests_on_few(note: Note) -> bool:
-    return note.endswith(SINGLE_ELEMENT) or ALL_OF_ITS in note
+    return note.endswith(SINGLE_ELEMENT) or ALL_THERE in note
 
 
 def _untested(note: Note) -> Note:

@@ -223,7 +223,7 @@ def id_marks(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorC
             continue
         for text, mask in _marked(scheme, case, how.dim, program.full_array(arg, case)).items():
             padded = mask.reshape(mask.shape + (1,) * (tensor.want.ndim - mask.ndim))
-            masks[f"positions whose {arg.name} {text}"] = np.broadcast_to(padded, tensor.want.shape)
+            masks[f"positions where {arg.name} {text}"] = np.broadcast_to(padded, tensor.want.shape)
     return masks
 
 

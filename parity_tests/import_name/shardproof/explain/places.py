@@ -17,7 +17,7 @@ from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, Note
 from shardproof.judge.compare import index_text
 
 NO_PATTERN = "no pattern"
-ALL_OF_ITS = "all of its"
+ALL_THERE = "all elements there"
 NOT_FINITE = "not finite first at "
 
 
@@ -126,9 +126,10 @@ def worst_element(evidence: Evidence) -> Note:
 def _region_note(evidence: Evidence, region: Region) -> Note:
     """The number of wrong elements in the region, and the number that explains them."""
     where, inside = region.words, evidence.restricted_to(region.mask)
-    count = ALL_OF_ITS if inside.wrong_count == inside.got.size else f"{inside.wrong_count} of its {inside.got.size}"
+    size = inside.got.size
+    count = ALL_THERE if inside.wrong_count == size else f"{inside.wrong_count} of {size} elements there"
     number_note = next(chain(named_change(inside), fitted_change(inside)), None)
-    text = f"{where} ({count} elements)"
+    text = f"{where} ({count})"
     if number_note is None:
         return Note(text, ACROSS_SIZES, where, applies=region.applies, fits=region.fits)
     claims = {f"{where}: {claim}": words for claim, words in number_note.claims.items()}
