@@ -252,7 +252,7 @@ def values(
 
 
 def token_below(dim: str) -> Draw:
-    """Token ids in [0, size of `dim`), biased to the borders of its shards."""
+    """Token ids in [0, size of `dim`), biased to the borders of its shards; `ids` also draws ignored ones."""
     return Draw("ids", dim)
 
 

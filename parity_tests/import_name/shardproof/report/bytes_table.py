@@ -35,7 +35,8 @@ def bytes_table(report: Report) -> Element:
     ]
     head = tag("tr", *(tag("th", name) for name in HEADS))
     total = sum(issued[1] * len(ranks) for _, _, ranks, issued, _ in lines)
-    closing = tag("p", f"{counted(total, 'byte')} of all ranks together, each what a rank hands in", class_="quiet")
+    of_a_row = "a row has the calls and the bytes that each of its ranks hands in"
+    closing = tag("p", f"{counted(total, 'byte')} of all ranks together; {of_a_row}", class_="quiet")
     return tag("div", tag("table", head, *rows), closing, class_="wide")
 
 
