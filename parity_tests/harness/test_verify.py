@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardproof import scheme, values
+from shardproof import ValueMismatch, scheme, values
 from shardproof.compared import NothingCompared
 from shardproof.draw.drawing import meshes_left_out
-from shardproof.verification import VALUE_EXAMPLES, verify
+from shardproof.verification import VALUE_EXAMPLES, check_cases, verify
 
 
 def declared(function, **more):
@@ -275,3 +275,11 @@ def test_zeros_are_compared_where_zeros_are_right():
         return x * 0
 
     assert declared(nothing, reference=lambda x: (x + x) - 2.0 * x).verify(examples=2, tp=2).ok
+
+
+def test_a_failing_case_of_pytest_is_printed_once(tmp_path, monkeypatch):
+    """The report has it with its replay; Hypothesis adds the record of its example."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueMismatch, match="replay: python replay_") as caught:
+        check_cases(declared(wrong_in_bfloat16), examples=20, dtype="bfloat16")
+    assert not any("CaseSpec(" in note for note in getattr(caught.value, "__notes__", ()))

@@ -386,7 +386,11 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
         check(case)
 
     with reproducible_draws():
-        each()
+        try:
+            each()
+        except Exception as error:  # its message has the case; Hypothesis adds the example
+            error.__notes__ = [note for note in getattr(error, "__notes__", ()) if "case=CaseSpec(" not in note]
+            raise
 
 
 def with_replay_file(scheme: Declared, report: Report, folder: str) -> Report:
