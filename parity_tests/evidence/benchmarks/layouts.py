@@ -47,7 +47,7 @@ def _figures_of(count: int, rounds: int) -> Iterator[Figure]:
         ratios = [a / b for a, b in zip(loop, times, strict=True)]
         text = f"{spread(ratios)} times faster; {spread([1e3 * seconds for seconds in times])} ms"
         is_kept = sorted(ratios)[rounds // 2] >= PROMISED if name in PROMISING else None
-        promised = f">= {PROMISED:.0f} times a loop" if name in PROMISING else "-"
+        promised = f">= {PROMISED:.0f} times faster than a loop" if name in PROMISING else "-"
         yield Figure(f"{name}, {count} sequences", promised, text, is_kept, how)
 
 

@@ -82,7 +82,7 @@ def _beside_the_loop(count: int, seconds: dict[str, list[float]], how: str) -> I
     for name, faster in is_kept.items():
         yield Figure(
             f"Mamba2 in and out, {counted(count, 'sequence')}, {name}",
-            "-" if promised is None else f">= {promised:.0f} times a loop",
+            "-" if promised is None else f">= {promised:.0f} times faster than a loop",
             f"{spread(faster)} times faster than a loop" + times.get(name, ""),
             None if promised is None else statistics.median(faster) >= promised,
             how if name in times else "as before, less the median of its own exchanges on either side",

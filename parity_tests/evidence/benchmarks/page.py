@@ -34,12 +34,13 @@ multiple of the [budget](concepts/tolerance-and-budget.md) that rounding has; ab
 parity_tests.evidence.benchmarks --only` one section, whose date then stands there."""
 PROMISES = "## What is promised, and against whom"
 OF_PROMISES = "A dash: the promise is an absolute number, and no other code is timed beside it."
-AGAINST = re.compile(r"(?:\bover|\btimes|% of the) ([A-Za-z].*?)(?:,|$)")  # in a figure's name or promise
+# The peer in a figure's name or promise.
+AGAINST = re.compile(r"(?:\bover|\btimes(?: faster than)?|% of the) ([A-Za-z].*?)(?:,|$)")
 CHART = "logprob, bfloat16"  # the rows of the chart
 CHART_HEAD = """## Log-probability, ours and others
 
 CPU time of `vocab_parallel_logprob` (ours) and of other code, forward and backward unless a row says otherwise:
-{conditions}; shorter is better. {wide}"""
+{conditions}; shorter is better. Times and ratios are each a median of the rounds. {wide}"""
 MISSED = """## Missed
 
 The farthest from its promise comes first."""
