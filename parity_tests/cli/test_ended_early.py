@@ -139,7 +139,7 @@ def test_a_command_that_cannot_print_has_another_do_it(head, scheme):
 def test_a_failure_that_is_made_smaller_is_printed_as_it_was_found():
     out, record = ended(signal.SIGTERM, HEAD, WAITS_FOR_A_SMALLER_CASE)
     assert verdicts(record) == {"wrong": "mismatch"} and Path(record["reports"][0]["replay"]).is_file()
-    assert "left as it was found: ended by SIGTERM" in out
+    assert "not examined further: ended by SIGTERM" in out
 
 
 def test_before_the_first_scheme_the_files_say_that_nothing_was_judged():

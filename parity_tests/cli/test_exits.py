@@ -230,7 +230,7 @@ def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
     assert (status, [report["verdict"] for report in record["reports"]]) == (MISMATCH, ["mismatch"])
     assert record["reports"][0]["replay"] and "replay: python " in out
     at = f"small.py:{line_of(file, SHRINKING[how])}"
-    died = f"left as it was found: the process of the command was killed by SIGSEGV at {at}"
+    died = f"not examined further: the process of the command was killed by SIGSEGV at {at}"
     assert (died in out) == (how == "crashes")
 
 

@@ -383,7 +383,7 @@ class Report:
             never = f"; if it never is, declare excluded_conditions=({LARGER_WORLD!r},)" if self.smallest else ""
             hints.append(f"{hint}{never}")
         if self.unfinished is not None:
-            hints.append(f"left as it was found: {self.unfinished}")
+            hints.append(f"not examined further: {self.unfinished}")
         if self.replay_error is not None:
             hints.append(f"no replay file was written: {self.replay_error}")
         return hints
