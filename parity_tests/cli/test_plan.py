@@ -25,6 +25,16 @@ def test_a_model_type(shardproof):
     assert ["forward", "all_gather", "dp_shard", "3"] in [line.split()[:4] for line in out.splitlines()]
 
 
+def test_no_line_is_wider_than_its_reader(shardproof, monkeypatch):
+    """A parameter has a second line on a narrow terminal, and no figure is lost."""
+    arguments = ("plan", "qwen3", "--mesh", "dp=8,tp=4", *SMALL)
+    _, whole, _ = shardproof(*arguments)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = shardproof(*arguments)
+    assert max(map(len, whole.splitlines())) > 80 >= max(map(len, out.splitlines()))
+    assert out.split() == whole.split()
+
+
 def test_a_config_class_and_a_folder(shardproof):
     from transformers import LlamaConfig
 

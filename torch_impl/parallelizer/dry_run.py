@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from textwrap import wrap
 from typing import Annotated, Any
 
 from torch import nn
@@ -64,6 +65,10 @@ class DryRun:
         return sum(each.local_bytes for each in self.parameters)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The tables. Where rows have more than `width` characters, a parameter's shards stand below its name."""
         ranks = prod(self.mesh.values())
         rows = [("parameter", "of", "shape", "placements", "on a rank", "bytes")]
         rows += [
@@ -72,16 +77,17 @@ class DryRun:
         ]
         calls = [("each microbatch", "collective", "axis", "calls", "bytes passed in")]
         calls += [(c.phase, c.op, c.axis, str(c.calls), f"{c.bytes_in:,}") for c in self.collectives]
-        lines = [
+        head = (
             f"{' '.join(f'{axis}={size}' for axis, size in self.mesh.items())}: {ranks} rank{'s' * (ranks != 1)}; "
-            f"{self.local_bytes:,} of {self.total_bytes:,} bytes of parameters on each",
-            "",
-            *_align_columns(rows),
-            "",
-            *_align_columns(calls),
-        ]
-        lines += [f"plan key {key!r} matches nothing in this model" for key in self.unmatched]
-        lines += [f"collectives of {name!r} are not counted: no rule for its style" for name in self.unknown]
+            f"{self.local_bytes:,} of {self.total_bytes:,} bytes of parameters on each"
+        )
+        remarks = [f"plan key {key!r} matches nothing in this model" for key in self.unmatched]
+        remarks += [f"collectives of {name!r} are not counted: no rule for its style" for name in self.unknown]
+        parameters = _align_columns(rows)
+        if width is not None and max(map(len, parameters)) > width:
+            names, shards = (_align_columns([row[part] for row in rows]) for part in (slice(3), slice(3, None)))
+            parameters = [line for name, shard in zip(names, shards, strict=True) for line in (name, f"    {shard}")]
+        lines = [*_broken([head], width), "", *parameters, "", *_align_columns(calls), *_broken(remarks, width)]
         return "\n".join(lines)
 
 
@@ -226,3 +232,10 @@ def _times(shape: tuple[int, ...]) -> str:
 def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _broken(lines: list[str], width: int | None) -> list[str]:
+    """The lines, broken between words where they have more than `width` characters."""
+    if width is None:
+        return lines
+    return [part for line in lines for part in wrap(line, width, subsequent_indent="  ", break_long_words=False)]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from shardproof.declare.discover import UnusableTarget, module_of_file, nearest
 from shardproof.report.out_path import check_writable, write_text
+from shardproof.report.sentence import is_broken
 
 FORMS = (
     "a model type such as qwen3, a config class such as transformers.LlamaConfig, a folder with config.json, "
@@ -44,7 +46,8 @@ def show(
     if json:
         write_text(json, json_module.dumps({**asdict(result), "local_bytes": result.local_bytes}, indent=1))
     if json != "-":
-        print(result)
+        console = Console()
+        print(result.text(console.width if is_broken(console) else None))
 
 
 def _check_axes(mesh: Mapping[str, int]) -> None:
