@@ -28,6 +28,12 @@ def test_several_errors_are_one_list():
         assert line.startswith(f"  {number}. {start}")
 
 
+def test_ids_without_a_draw_are_taken_for_floats():
+    with pytest.raises(ValueError) as caught:
+        declared(lambda mesh, x, i: x, lambda x, i: x, {"x": "b/tp", "i": "b"}, "b/tp")
+    assert str(caught.value).endswith("(values add up); if it has integers, give draw={'i': token_below(...)}")
+
+
 def test_references_to_dims_are_checked_after_all_tensors():
     with pytest.raises(ValueError) as caught:
         declared(lambda mesh, x: x, mesh={"tp": (2,), "cp": (2,)}, inputs={"x": "b/tp cp=I"}, outputs="b/tp cp=I",

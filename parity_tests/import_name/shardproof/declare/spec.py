@@ -16,6 +16,7 @@ from typing import Any
 from jax_ref.layouts import BUILTIN
 
 LEADING = ("b", "s")  # the dims that `...` abbreviates
+NO_TYPE = "shards no dim and has no type"
 _SIZE = re.compile(r"[1-9][0-9]*")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _VALUE = re.compile(r"[A-Za-z0-9_]+")
@@ -189,7 +190,7 @@ def _check_types(spec: Spec, axes: Collection[str], name: str, differentiable: b
     for axis in axes if differentiable else ():
         if axis not in spec.axes and axis not in dict(spec.types):
             raise ValueError(
-                f"axis '{axis}' shards no dim and has no type; write {axis}=R (gradients add up), "
+                f"axis '{axis}' {NO_TYPE}; write {axis}=R (gradients add up), "
                 f"{axis}=I (same gradient) or {axis}=P (values add up)"
             )
 

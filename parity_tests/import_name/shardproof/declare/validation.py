@@ -18,7 +18,7 @@ from shardproof.declare.declared import Argument
 from shardproof.declare.dim_formulas import names_of
 from shardproof.declare.draws import Draw
 from shardproof.declare.more_draws import OfFunction, draw_of
-from shardproof.declare.spec import BUILTIN, Spec, parse
+from shardproof.declare.spec import BUILTIN, NO_TYPE, Spec, parse
 
 INTEGER = ("int", "uint", "bool")
 NO_DRAW = OfFunction("own")  # replaces an invalid draw, which may or may not give integers
@@ -97,7 +97,9 @@ def input_arguments(
         is_integer = path_draw.is_integer if path_draw else _is_integer(annotations.get(path))
         with errors.collected():
             typeless_ok = path in nograd or path_draw == NO_DRAW
-            spec = _parsed(text, mesh, custom, "input", path, not is_integer, typeless_ok, errors)
+            is_of_floats = annotations.get(path) is not None or path_draw is not None
+            remedy = "" if is_of_floats else f"; if it has integers, give draw={{'{path}': token_below(...)}}"
+            spec = _parsed(text, mesh, custom, "input", path, not is_integer, typeless_ok, errors, remedy)
             arguments.append(Argument(path, spec, is_integer, path in nograd))
         with errors.collected():
             if is_integer and path_draw is None:
@@ -414,6 +416,7 @@ def _parsed(
     differentiable: bool,
     typeless_ok: bool,
     errors: DeclarationErrors,
+    if_no_type: str = "",
 ) -> Spec:
     layouts = (*BUILTIN, *custom)
     try:
@@ -428,7 +431,7 @@ def _parsed(
             of_one_rank=of_one_rank(mesh),
         )
     except ValueError as error:
-        raise errors(str(error)) from None
+        raise errors(f"{error}{if_no_type if NO_TYPE in str(error) else ''}") from None
 
 
 def _annotations(fn: Any) -> dict[str, Any]:
