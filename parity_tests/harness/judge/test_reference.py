@@ -272,6 +272,15 @@ def of_one_input(reference):
     return scheme(reference=reference, mesh={"tp": (1,)}, inputs={"x": "b tp=I"}, outputs="b tp=I")(lambda mesh, x: x)
 
 
+@pytest.mark.parametrize(
+    "rows", [lambda x: jnp.arange(9.0)[x], lambda x: jnp.take_along_axis(jnp.arange(9.0), x, 0)], ids=["index", "take"]
+)
+def test_ids_without_a_draw_are_named_where_they_are_used(rows):
+    declaration = of_one_input(rows)
+    with pytest.raises(ReferenceFailure, match=r"; an input without a draw has floats: give ids theirs, as draw="):
+        evaluated(declaration, declaration.case(b=4))
+
+
 def test_a_reference_that_mixes_floats_is_rejected_with_the_conversion_to_write():
     declaration = of_one_input(lambda x: x * x.astype(jnp.float32) + jnp.arange(4))
     with pytest.raises(ReferenceFailure) as caught:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -397,6 +398,7 @@ def _failure(scheme: Declared, message: str) -> ReferenceFailure:
     return ReferenceFailure(f"scheme '{scheme.name}': {name_of_reference(scheme.reference)} {message}")
 
 
+INTEGERS_ONLY = re.compile(r"integer\b.* type.*\bfloat\d")  # JAX's words on ids that are floats
 SIZE_ERRORS = (ArithmeticError, AssertionError, IndexError, TypeError, ValueError)  # raised by some sizes
 
 
@@ -413,6 +415,8 @@ def _remedy(error: BaseException, case: CaseSpec) -> str:
         if inside is not None:
             return f"; {inside} computes in float32 inside JAX: write its formula in jnp, which keeps float64"
         return "; a reference does not mix floats of two widths: convert one, as in table.astype(x.dtype)"
+    if isinstance(error, TypeError) and INTEGERS_ONLY.search(str(error)):
+        return "; an input without a draw has floats: give ids theirs, as draw={'ids': token_below('v')}"
     if not isinstance(error, SIZE_ERRORS) or not case.dims:
         return ""
     sizes = " ".join(f"{name}={size}" for name, size in case.dims.items())
