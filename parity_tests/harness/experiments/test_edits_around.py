@@ -1,7 +1,9 @@
 """Edits that make every tensor right and name the wrong line: another branch, or the call of a wrong function."""
 
 import importlib.util
+import sys
 
+import jax.numpy as jnp
 import torch
 import torch.distributed as dist
 
@@ -9,7 +11,7 @@ from parity_tests.harness.experiments.test_edited_lines import first_note
 from parity_tests.specimens.noted_scheme import declared
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import token_below, values
-from shardproof.experiments.edited_lines import _files_around
+from shardproof.experiments.edited_lines import OR_CALLED, _files_around
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.live_objects import caches
 from shardproof.experiments.notes import check_notes
@@ -68,14 +70,6 @@ def test_a_number_in_place_of_one_that_is_read_too_early_hides_no_collective():
     assert note.endswith(f"read before its wait: all_reduce at {line}")
 
 
-def imported(file, text):
-    file.write_text(text)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 LIBRARY = """
 from torch_impl.collectives import all_reduce
 
@@ -85,9 +79,18 @@ def damped(x, own_rows, group_of_rows):
 """
 
 
+def module_of(file, text):
+    """A module of this text, in a file of its own."""
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_a_wrong_function_is_named_before_its_call(tmp_path):
     """Either line may take the number of ranks, the call with fewer letters."""
-    library = imported(tmp_path / "library.py", LIBRARY)
+    library = module_of(tmp_path / "library.py", LIBRARY)
 
     def of_a_library(mesh, x):
         return library.damped(x, len(x), mesh["tp"])
@@ -116,7 +119,7 @@ def rows_of_ids(mesh, weight, ids):
 
 def test_a_users_file_is_edited_before_the_functions_that_it_calls(tmp_path):
     """`reduce_scatter` divides rows by a function of another folder, which is no part of the user's."""
-    function = imported(tmp_path / "user.py", ROWS_OF_IDS).rows_of_ids
+    function = module_of(tmp_path / "user.py", ROWS_OF_IDS).rows_of_ids
     declaration = declared(
         function, lambda weight, ids: weight[ids], {"weight": "v/tp d", "ids": "b s"}, "b s/tp d",
         draw={"weight": values("normal"), "ids": token_below("v")},
@@ -127,3 +130,46 @@ def test_a_users_file_is_edited_before_the_functions_that_it_calls(tmp_path):
     note, *_ = (str(note) for note in check_notes(declaration, verify_case(declaration, case)).notes["out"])
     line = "(local >= 0) & (local {} weight.shape[0])"
     assert note == f"{RIGHT_ONCE}user.py:9 has `{line.format('<')}`, not `{line.format('<=')}`"
+
+
+def test_a_product_with_a_mask_of_floats_keeps_nan(tmp_path):
+    library = module_of(tmp_path / "library.py", "def masked(x, mask):\n    return x * mask\n")
+
+    def of_nan_where_masked(mesh, x):
+        mask = (x > 0).to(x.dtype)
+        return library.masked(x.masked_fill(mask == 0, float("nan")), mask)
+
+    note = first_note(
+        of_nan_where_masked, lambda x: jnp.where(x > 0, x, 0), {"x": "s/tp d"}, "s/tp d", {"tp": 2, "s": 8, "d": 3},
+        nograd=("x",),
+    )  # fmt: skip
+    assert note == f"{RIGHT_ONCE}library.py:2 has `x.where(mask != 0, 0.0) * mask`, not `x * mask`"
+
+
+FIRST_KEPT = """
+KEPT = {}
+
+def keep(scale):
+    KEPT.setdefault("scale", scale)
+
+def scaled(x):
+    return x * KEPT["scale"]
+"""
+SECOND_SCALE = """
+import first_kept
+
+def of_a_second_scale(mesh, x, w):
+    first_kept.KEPT.clear()
+    first_kept.keep(scale=w)
+    first_kept.keep(scale=x)
+    return first_kept.scaled(x)
+"""
+
+
+def test_a_line_of_the_scheme_shares_the_blame_with_the_code_that_it_calls(tmp_path, monkeypatch):
+    """The library keeps the first of two scales, so that leaving out the first call makes it right."""
+    monkeypatch.setitem(sys.modules, "first_kept", module_of(tmp_path / "first_kept.py", FIRST_KEPT))
+    function = module_of(tmp_path / "second_scale.py", SECOND_SCALE).of_a_second_scale
+    specs = {"x": "s/tp d", "w": "d"}
+    note = first_note(function, lambda x, w: x * x, specs, "s/tp d", {"tp": 2, "s": 8, "d": 3}, nograd=("x", "w"))
+    assert note == f"{RIGHT_ONCE}second_scale.py:6 leaves out `first_kept.keep(scale=w)`{OR_CALLED}"

@@ -54,6 +54,7 @@ DRAWN, MOST_DRAWN = 6, 40  # cases of any mesh and options; an edit must be righ
 DRAWN_FAILING = 4  # of them: if fewer cases fail, an edit of a right line could mend them all
 MOST_ORDINARY = 12
 ORDINARY = "; tested with ordinary values"
+OR_CALLED = ": the mistake is in this line of the scheme, or in the code that it calls"
 DRAWN_S = 4.0  # of computing for more than DRAWN of them
 OURS = tuple(map(str, SOURCES))
 Notes = Mapping[str, tuple[Note, ...]]
@@ -95,7 +96,7 @@ def _names_a_cause(note: Note) -> bool:
 
 
 def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple[list[LineEdit], str]:
-    """The edits of the lowest rank that are right in all cases, the smallest of each line, and these cases."""
+    """The edits of the lowest rank that are right in all cases, the smallest of each line, and the words after them."""
     smallest = min([report, *failing], key=lambda other: (sum(t.want.size for t in other.tensors), other.case.world))
     judged = judged_cases(scheme, [smallest.case])
     known = judged_cases(scheme, _other_cases(scheme, report, [*failing, report], smallest))
@@ -106,7 +107,8 @@ def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple
         of_rank = _right(scheme, edits, judged, SEARCH_S[rank])
         proven = _reaching(_right(scheme, of_rank, [*known, *drawn], PROOF_S), scheme, [*judged, *known, *drawn])
         if proven:
-            return _smallest_of_lines(proven), ""
+            is_around = rank == AROUND and proven[0].unit.file == scheme.file
+            return _smallest_of_lines(proven), OR_CALLED if is_around else ""
         mending += of_rank
     ordinary = _with_ordinary_values(scheme, drawn) if mending else []
     proven = _right(scheme, mending, [*known, *ordinary], PROOF_S) if ordinary else []

@@ -1,4 +1,4 @@
-"""The part that a call may have lost: a mask, a second bound, the diagonal of a triangle, the start of a range."""
+"""The part that code may have lost: a mask, a second bound, the diagonal of a triangle, the start of a range."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def with_lost_part(node: ast.expr, names: Names) -> Iterator[ast.expr]:
             for other in _other_bounds(value, names):
                 added = ast.keyword(OTHER_BOUND[bound], parsed(other))
                 yield ast.Call(func, [], [*node.keywords, added])
+        case ast.BinOp(ast.Name(x), ast.Mult(), ast.Name(mask)):
+            kinds = [names.kinds.get(name, "") for name in (x, mask)]
+            if kinds[0].startswith("tensor of floats") and kinds[0] == kinds[1]:  # 0 times NaN is NaN
+                yield parsed(f"{x}.where({mask} != 0, 0.0) * {mask}")
+                yield parsed(f"{x} * {mask}.where({x} != 0, 0.0)")
         case _:
             pass
     yield from _masked(node, names)
