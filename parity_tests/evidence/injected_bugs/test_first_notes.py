@@ -13,6 +13,7 @@ from parity_tests.evidence.injected_bugs.headlines import EXAMPLES, headlines
 from parity_tests.evidence.injected_bugs.injected_bug import patched_text
 from parity_tests.evidence.injected_bugs.trials import SchemeTrials
 from shardproof.declare import discover
+from shardproof.experiments.edited_lines import OR_CALLED
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,9 @@ def test_a_line_is_true_only_if_the_bug_stands_there():
     note = "right once schedule.py:8 has `a < b`, not `a <= b`, or once schedule.py:9 has `b`, not `c`"
     assert truth("order", note, ["schedule.py:8"]) == TRUE
     assert truth("order", note, ["schedule.py:9"]) == FALSE
+    of_a_caller = f"right once scans.py:8 leaves out `f(x)`{OR_CALLED}"
+    assert truth("order", of_a_caller, ["library.py:9"]) == TRUE
+    assert truth("precision", of_a_caller, ["library.py:9"]) == FALSE
     note = "bias is counted 2 times (= tp): each rank adds it before the sum, in linear.py:8"
     assert truth("reduction", note, ["linear.py:8"]) == TRUE
     assert truth("reduction", note, ["linear.py:9"]) == FALSE

@@ -29,8 +29,9 @@ PROJECTS = {
 class Finding:
     """A defect: the symptom that a user sees, its place, and the remedy until it is mended.
 
-    `script` is the plain script that shows it, `ranks` the number of its processes; `kind` is the kind of an injected
-    bug that makes the same mistake; `schemes` are globs of `folder/file::name`; `verdict` is the report's, `verdicts`
+    `lines` are the wrong lines of the version that it was seen on, as `folder/file.py:number`. `script` is the plain
+    script that shows it, `ranks` the number of its processes; `kind` is the kind of an injected bug that makes the same
+    mistake; `schemes` are globs of `folder/file::name`; `verdict` is the report's, `verdicts`
     has the verdicts of engines that differ; `says` is the sentence that its maintainers would accept.
     """
 
@@ -41,6 +42,7 @@ class Finding:
     meanwhile: str
     script: str
     schemes: tuple[str, ...]
+    lines: tuple[str, ...] = ()
     kind: str = "reduction"
     verdict: str = "mismatch"
     verdicts: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +76,10 @@ FINDINGS = (
             ),
             "torch/losses::binary_cross_entropy_with_logits_mean_uneven",
         ),
+        lines=(
+            "torch/distributed/tensor/_decompositions.py:173",
+            "torch/distributed/tensor/_decompositions.py:281",
+        ),
         issue="none is known to us of the gradient; the uneven mean of `DTensor.mean` was "
         "[#162692](https://github.com/pytorch/pytorch/issues/162692), which is mended",
         kind="scale",
@@ -87,6 +93,7 @@ FINDINGS = (
         "Count the dim from the front: `x.cumsum(x.ndim - 1)`.",
         "torch_scan",
         ("torch/scans::*_from_the_end_*",),
+        lines=("torch/distributed/tensor/_ops/_math_ops.py:461",),
         kind="border",
     ),
     Finding(
@@ -98,6 +105,7 @@ FINDINGS = (
         "Redistribute to `Replicate()` before it, or keep such a dim unsharded.",
         "torch_amax_of_empty_shard",
         ("torch/ops::largest_uneven",),
+        lines=("torch/distributed/tensor/_ops/_math_ops.py:270",),
         verdict="raised",
     ),
     Finding(
@@ -115,6 +123,10 @@ FINDINGS = (
         "a collective.",
         "torch_scatter_of_transposed",
         ("torch/collectives::nn_gather_used_transposed", "torch/collectives::nn_all_gather_used_transposed"),
+        lines=(
+            "torch/distributed/nn/functional.py:352",
+            "torch/distributed/nn/functional.py:420",
+        ),
         verdicts={"lockstep": "protocol"},
         issue="[#24836](https://github.com/pytorch/pytorch/issues/24836), "
         "[#192920](https://github.com/pytorch/pytorch/issues/192920)",
@@ -133,6 +145,12 @@ FINDINGS = (
         "issue is mended on torch's main branch for `broadcast`.",
         "torch_broadcast_in_a_group",
         ("torch/collectives::nn_reduce_then_broadcast_in_two_groups",),
+        lines=(
+            "torch/distributed/nn/functional.py:300",
+            "torch/distributed/nn/functional.py:311",
+            "torch/distributed/nn/functional.py:331",
+            "torch/distributed/nn/functional.py:351",
+        ),
         ranks=4,
         issue="[#130515](https://github.com/pytorch/pytorch/issues/130515)",
         kind="group",
@@ -149,6 +167,7 @@ FINDINGS = (
         "each further backward.",
         "transformers_qk_norm",
         ("transformers/plans::qwen3_accumulated",),
+        lines=("transformers/distributed/tensor_parallel.py:377",),
         kind="scale",
     ),
     Finding(
@@ -161,6 +180,10 @@ FINDINGS = (
         "Leave `label_smoothing` at 0, or gather the logits for it.",
         "megatron_label_smoothing",
         ("megatron_core/layers::vocab_parallel_cross_entropy_smoothed",),
+        lines=(
+            "megatron/core/tensor_parallel/cross_entropy.py:164",
+            "megatron/core/tensor_parallel/cross_entropy.py:181",
+        ),
         issue="[#737](https://github.com/NVIDIA/Megatron-LM/issues/737), where a maintainer says that Megatron itself "
         "does not call it so, [#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452), "
         "[#7464](https://github.com/NVIDIA/Megatron-LM/issues/7464)",
@@ -179,6 +202,7 @@ FINDINGS = (
         "main branch; it says that Megatron itself never calls them so.",
         "megatron_contiguous",
         ("megatron_core/mappings::copy_used_transposed", "megatron_core/mappings::reduce_of_transposed"),
+        lines=("megatron/core/tensor_parallel/mappings.py:31",),
         issue="[#5337](https://github.com/NVIDIA/Megatron-LM/issues/5337)",
     ),
     Finding(
@@ -192,6 +216,7 @@ FINDINGS = (
         "Let the layer return its bias (`skip_bias_add=True`) and add it outside.",
         "megatron_frozen_weight",
         ("megatron_core/layers::column_parallel_linear_of_a_frozen_weight",),
+        lines=("megatron/core/tensor_parallel/layers.py:357",),
     ),
     Finding(
         "The fused cross entropy rounds the gradient of float32 logits to bfloat16",
@@ -204,6 +229,7 @@ FINDINGS = (
         "Leave `cross_entropy_loss_fusion` off where logits are float32.",
         "megatron_fused_cross_entropy",
         ("megatron_core/layers::fused_vocab_parallel_cross_entropy",),
+        lines=("megatron/core/fusions/fused_cross_entropy.py:82",),
         kind="precision",
     ),
     Finding(
@@ -218,6 +244,7 @@ FINDINGS = (
         'Use `mode="sum"` and divide by the number of labels.',
         "colossalai_mean",
         ("colossalai/operations::cross_entropy_1d_mean_of_sure_tokens",),
+        lines=("colossalai/shardformer/layer/loss.py:106",),
         kind="statistic",
     ),
     Finding(
@@ -233,6 +260,11 @@ FINDINGS = (
         "a hook that makes its gradient contiguous, `copied.register_hook(lambda g: g.contiguous())`.",
         "deepspeed_contiguous",
         ("deepspeed/layers::*_of_transposed",),
+        lines=(
+            "deepspeed/module_inject/layers.py:225",
+            "deepspeed/module_inject/layers.py:280",
+            "deepspeed/module_inject/layers.py:313",
+        ),
     ),
     Finding(
         "FSDP2 divides a gradient twice on a mesh of one rank",
@@ -245,6 +277,10 @@ FINDINGS = (
         "Where the mesh has one rank set the square root of the factor, or leave such a module out of `fully_shard`.",
         "torch_divide_factor",
         ("torch/divide_factor::divided_as_sums_on_a_mesh_of_one",),
+        lines=(
+            "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:628",
+            "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:629",
+        ),
         issue="none is known to us; [#155903](https://github.com/pytorch/pytorch/issues/155903) was about the factor "
         "on meshes of two dims, and [#155915](https://github.com/pytorch/pytorch/pull/155915) brought the forced sums",
         kind="scale",
@@ -260,6 +296,7 @@ FINDINGS = (
         "Train with a ring of two, or with `ulysses_degree`.",
         "diffusers_ring",
         ("diffusers/attention::ring_attention_of_three_or_more",),
+        lines=("diffusers/models/attention_dispatch.py:2481",),
         ranks=3,
         issue="none is known to us of three ranks; [#14265](https://github.com/huggingface/diffusers/issues/14265) was "
         "about the keys that the backward used, which is mended",
@@ -276,6 +313,7 @@ FINDINGS = (
         "Call it with `dtype=torch.bfloat16`, the gradients' own, or keep gradients in float32.",
         "automodel_clip",
         ("nemo_automodel/losses::clip_bfloat16_gradients",),
+        lines=("nemo_automodel/components/distributed/grad_utils.py:46",),
         ranks=1,
         kind="scale",
         says="The function scales a copy where dtype differs from the gradient's; it should scale p.grad.",
@@ -290,6 +328,7 @@ FINDINGS = (
         "Check that the number of rows is a multiple of the number of chunks.",
         "automodel_chunks",
         ("nemo_automodel/batches::chunks_of_an_odd_batch",),
+        lines=("nemo_automodel/components/distributed/thd_utils.py:373",),
         verdict="raised",
         ranks=1,
         kind="border",
@@ -305,6 +344,7 @@ FINDINGS = (
         "Put a multiplication by one behind the gather, so that its gradient is a tensor of its own.",
         "automodel_gather",
         ("nemo_automodel/losses::gather_of_experts_beside_a_term",),
+        lines=("nemo_automodel/components/moe/experts.py:243",),
         kind="buffer",
         says="`grad_output.contiguous()` is no copy of a contiguous tensor; `.clone()` is.",
     ),
@@ -317,6 +357,10 @@ FINDINGS = (
         "Zero the losses where the mask is 0 before the call: `loss_mat.masked_fill(loss_mask == 0, 0)`.",
         "verl_agg_loss",
         ("verl/losses::agg_loss_seq_mean_*_of_nan_where_masked",),
+        lines=(
+            "verl/trainer/ppo/core_algos.py:1182",
+            "verl/trainer/ppo/core_algos.py:1196",
+        ),
         ranks=1,
         issue="[#6349](https://github.com/verl-project/verl/pull/6349), which mends it and is open",
         kind="call",
@@ -331,6 +375,7 @@ FINDINGS = (
         "Set the group, and give none.",
         "verl_slice",
         ("verl/ulysses::slice_input_of_a_given_group",),
+        lines=("verl/utils/ulysses.py:124",),
         kind="group",
         says="The rank should be asked of `group`: `get_ulysses_sequence_parallel_rank(group)`.",
     ),
@@ -344,6 +389,10 @@ FINDINGS = (
         "Give it a copy: `vocab_parallel_entropy(logits.clone())`.",
         "verl_entropy",
         ("verl/vocabulary::entropy_of_its_input",),
+        lines=(
+            "verl/utils/megatron/tensor_parallel.py:133",
+            "verl/utils/megatron/tensor_parallel.py:137",
+        ),
         verdict="hygiene",
         issue="[#2484](https://github.com/verl-project/verl/pull/2484) was about logits that another function had "
         "written into, and is open",
@@ -360,6 +409,7 @@ FINDINGS = (
         "Pass a new tensor for each step, `cu_seqlens.clone()`, or set `FLA_DISABLE_TENSOR_CACHE=1`.",
         "fla_cache",
         ("fla/contexts::borders_of_a_buffer_that_is_filled_again",),
+        lines=("fla/utils/decorators.py:72",),
         kind="buffer",
         says="The tensor's `_version` beside its identity would tell a buffer that was written to.",
     ),

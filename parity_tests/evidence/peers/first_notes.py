@@ -1,7 +1,8 @@
 """`python -m parity_tests.evidence.peers.first_notes`: of the mismatches of the gallery, the share of true first notes.
 
-The rule is the same as for injected bugs: a finding has the kind of a bug that makes the same mistake, and a note is
-false where the two do not go together. A first note is about the smallest failing case, after experiments.
+The rule is the same as for injected bugs: a finding has the lines that are wrong and the kind of a bug that makes the
+same mistake, and a note is false where they do not go together. A first note is about the smallest failing case, after
+experiments.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from parity_tests.evidence.peers.findings import PROJECTS, Finding, expected
 from parity_tests.evidence.peers.outcome import identifier, known_mistake
 from shardproof.declare.declared import Declared
 from shardproof.declare.discover import schemes_of_file
+from shardproof.engines.ledger import base
 from shardproof.experiments.notes import check_notes
 
 EXAMPLES = 8
@@ -38,6 +40,15 @@ def findings_of(file: Path) -> list[tuple[Declared, Finding]]:
     return [(scheme, entry) for scheme, entry in entries if isinstance(entry, Finding)]
 
 
+def truth_for(scheme: Declared, finding: Finding, note: str) -> str:
+    """Whether a note is true of a finding.
+
+    A line of the scheme's own file is a call of the project in another way, so its kind alone is compared.
+    """
+    is_of_scheme = f"{base(scheme.file)}:" in note
+    return truth(finding.kind, note, () if is_of_scheme else [base(line) for line in finding.lines])
+
+
 def main() -> None:
     """Judge the schemes of every finding with an installed project, and print the notes."""
     counted: Counter[str] = Counter()
@@ -47,7 +58,7 @@ def main() -> None:
                 note = first_note(scheme)
                 if note is None:
                     continue
-                verdict = truth(finding.kind, note)
+                verdict = truth_for(scheme, finding, note)
                 counted[verdict] += 1
                 print(f"{verdict}: {identifier(file, scheme.name)} ({finding.kind}): {note}", flush=True)
     claims = counted[TRUE] + counted[FALSE]

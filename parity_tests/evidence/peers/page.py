@@ -62,6 +62,7 @@ def _finding(
         case += f", wrong in {', '.join(f'`{label}`' for label in smallest.wrong)}"
     rows = [
         ("version", f"{finding.project} {versions[finding.folder]}; {finding.since}"),
+        ("where", ", ".join(f"`{line}`" for line in finding.lines)),
         ("smallest case", case),
         ("until it is mended", finding.meanwhile),
         ("in a sentence", finding.says),

@@ -15,6 +15,9 @@ from parity_tests.evidence.peers.findings import FINDINGS, PROJECTS, expected
 from parity_tests.evidence.peers.outcome import FOLDER, Outcome, identifier, outcome
 from parity_tests.evidence.peers.page import contents, text
 from shardproof.declare.discover import scheme_of_file, schemes_of_file
+from shardproof.engines.ledger import base
+from shardproof.experiments.edited_lines import OR_CALLED
+from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.verification import verify
 
 ROOT = FOLDER.parents[2]
@@ -49,6 +52,22 @@ def test_the_first_note_of_a_finding_is_true():
     ((scheme, finding),) = (each for each in first_notes.findings_of(LOSSES) if each[0].name == name)
     note = first_notes.first_note(scheme)
     assert note is not None and truth(finding.kind, note) == TRUE and truth("order", note) == FALSE
+
+
+def test_a_note_on_a_project_is_true_only_on_the_wrong_lines():
+    (finding,) = (finding for finding in FINDINGS if finding.script == "torch_scan")
+    scheme = scheme_of_file(str(FOLDER / "torch" / "scans.py"), "cumsum_from_the_end_even")
+    notes = [
+        f"{RIGHT_ONCE}{line} leaves out `f(x)`" for line in (base(finding.lines[0]), "functional.py:8", "scans.py:26")
+    ]
+    said = [first_notes.truth_for(scheme, finding, note) for note in (*notes, notes[-1] + OR_CALLED)]
+    assert said == [TRUE, FALSE, FALSE, TRUE]
+
+
+def test_every_line_of_a_finding_in_torch_exists():
+    lines = [line.split(":") for each in FINDINGS if each.project == "torch" for line in each.lines]
+    installed_in = Path(importlib.util.find_spec("torch").origin).parents[1]
+    assert [file for file, number in lines if len((installed_in / file).read_text().splitlines()) < int(number)] == []
 
 
 def test_every_finding_has_the_kind_of_an_injected_bug():
