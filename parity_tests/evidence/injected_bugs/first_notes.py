@@ -47,6 +47,7 @@ MEANS = (
     ("right once", {"reduction", "group", "scale", "statistic", "tied", "schedule"}),
     ("of the function does not depend on", UNREAD),
     ("no output of the function depends on", UNREAD),
+    ("rounded to ", {"precision"}),
     ("within what", {"precision"}),
     ("error of rounding", {"precision"}),
     ("right without the other call", {"call", "buffer"}),

@@ -22,6 +22,7 @@ from shardproof.experiments.edited_lines import OR_CALLED
         ("reduction", "off by the constant factor 2 (= tp): a reduction is missing or repeated", TRUE),
         ("order", "off by the constant factor 2 (= tp): a reduction is missing or repeated", FALSE),
         ("reduction", "within what bfloat16 accumulation may do", FALSE),
+        ("precision", "rounded to bfloat16: each element is the bfloat16 number next to the reference's", TRUE),
         ("precision", "within what bfloat16 accumulation may do", TRUE),
         ("precision", "wrong only where tp rank 1 owns (2 of 4 elements there)", FALSE),
         ("border", "wrong only where tp rank 1 owns (2 of 4 elements there)", TRUE),

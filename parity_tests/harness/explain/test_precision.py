@@ -30,6 +30,28 @@ def test_an_error_far_below_a_narrow_sum_comes_from_a_formula():
     assert headline(want * (1 + 2.0**-10), want, **wide) == "a small error: bfloat16 accumulation could do as much"
 
 
+ROUNDED = "rounded to bfloat16: each element is the bfloat16 number next to the reference's"
+
+
+def of_products(function, reference=lambda x, w: x * w):
+    specs = dict(mesh={"tp": (2,)}, inputs={"x": "n/tp d", "w": "n/tp d"}, outputs="n/tp d", dtypes=("float32",))
+    declared = scheme(reference=reference, draw={n: values("normal") for n in "xw"}, **specs)(function)
+    return declared.verify(tp=2, n=8, d=4)
+
+
+def test_numbers_of_a_narrower_dtype_were_rounded_to_it():
+    report = of_products(lambda mesh, x, w: (x * w).to(torch.bfloat16).float())
+    assert report.notes["out"][0] == ROUNDED
+    assert not report.notes["d/d w"][0].startswith("rounded")  # the gradient of a rounded product has more bits
+
+
+def test_a_factor_is_no_rounding():
+    """Numbers of few bits tell nothing, and a bfloat16 number may be far from the reference's."""
+    halved = of_products(lambda mesh, x, w: (x * w).to(torch.bfloat16).float() / 2)
+    ones = of_products(lambda mesh, x, w: x / x + 0 * w, lambda x, w: 1.003 * x / x + 0 * w)
+    assert not any(note.startswith("rounded") for report in (halved, ones) for note in report.notes["out"])
+
+
 def test_one_element_is_reported_as_such():
     clue = headline([2.01], [2.0], coarse_budgets=np.array([0.1]))
     assert clue == "a small error: bfloat16 accumulation could do as much; rests on a single element"

@@ -15,7 +15,8 @@ import numpy as np
 
 from shardproof.explain import arithmetic, places, sums
 from shardproof.explain.evidence import Evidence
-from shardproof.explain.note import CONTEXT, Note
+from shardproof.explain.note import ACROSS_SIZES, CONTEXT, Note
+from shardproof.judge.reference import UNIT_ROUNDOFF
 
 FORWARD_EQUAL = "forward equal, gradient not"
 
@@ -45,6 +46,15 @@ def _narrow_result(evidence: Evidence) -> Iterator[Note]:
         yield Note(f"returned in {evidence.narrow_dtype}, which rounds more than the dtype of the inputs")
 
 
+def _rounded_elements(evidence: Evidence) -> Iterator[Note]:
+    """Every element is a number of a narrower dtype, and next to the reference's."""
+    dtype = evidence.rounded_dtype
+    nearby = 0.0 if dtype is None else 2 * UNIT_ROUNDOFF[dtype] * np.abs(evidence.want)
+    if dtype is not None and (np.abs(evidence.got - evidence.want) <= nearby).all():
+        claim = f"rounded to {dtype}"
+        yield Note(f"{claim}: each element is the {dtype} number next to the reference's", ACROSS_SIZES, claim)
+
+
 def _full_mesh_collective(evidence: Evidence) -> Iterator[Note]:
     if evidence.full_mesh_collective is not None:
         size = math.prod(evidence.axes.values())
@@ -65,6 +75,7 @@ CLUES = (
     _narrow_result,
     _not_written,
     places.non_finite_elements,
+    _rounded_elements,
     arithmetic.extra_roundings,
     arithmetic.named_change,
     arithmetic.share_that_counts,

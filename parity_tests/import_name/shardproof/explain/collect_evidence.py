@@ -19,6 +19,7 @@ from shardproof.explain.evidence import Evidence, ShardedDim
 from shardproof.judge.compare import COARSER, TensorComparison, max_finite
 from shardproof.judge.reference import UNIT_ROUNDOFF
 
+FEW_BITS = 4
 ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
 
 
@@ -59,12 +60,27 @@ def collect_evidence(
         wide_sums=scheme.sums is not None,
         coarse_dtype=COARSER[case.dtype],
         narrow_dtype=tensor.dtype if UNIT_ROUNDOFF.get(tensor.dtype, 0.0) > UNIT_ROUNDOFF[case.dtype] else None,
+        rounded_dtype=_rounded_dtype(tensor.got, tensor.dtype),
         max_finite=max_finite(tensor.dtype),
         full_mesh_collective=_full_mesh_collective(case, ledger),
         first_divergence=None if divergence is None else divergence.finding,
         shares=_shares(scheme, program, case),
         summed_axes=_summed_axes(case, ledger),
     )
+
+
+def _rounded_dtype(got: np.ndarray, dtype: str) -> str | None:
+    """The narrowest dtype that has all numbers of the tensor, if it is narrower than the tensor's own dtype.
+
+    None if every number has a few bits, as 0, 1 and 0.5 do: every dtype has those.
+    """
+    with np.errstate(invalid="ignore"):
+        bits = np.frexp(got)[0] * 2**FEW_BITS
+    if np.array_equal(bits, bits.round(), equal_nan=True):
+        return None
+    narrower = [each for each, unit in UNIT_ROUNDOFF.items() if unit > UNIT_ROUNDOFF.get(dtype, 1.0)]
+    by_unit = sorted(narrower, key=UNIT_ROUNDOFF.__getitem__, reverse=True)
+    return next((each for each in by_unit if np.array_equal(inputs.rounded(got, each), got, equal_nan=True)), None)
 
 
 def _shares(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, float]:

@@ -62,6 +62,7 @@ class Evidence:
     wide_sums: bool = False  # promised by the scheme: no intermediate is rounded to a narrow tested dtype
     coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which for a narrow dtype is that dtype
     narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
+    rounded_dtype: str | None = None  # narrower than the tensor's, and has all of its numbers
     max_finite: float = np.inf  # of the tensor's dtype: beyond it an infinity of the same sign is right
     full_mesh_collective: CallSite | None = None  # a collective of all ranks on a mesh with several axes
     first_divergence: Finding | None = None  # between the ranks' ledgers, if they disagree
