@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
@@ -68,6 +68,7 @@ class Exchange:
         self._rendezvous: dict[tuple[GroupKey, int], Rendezvous] = {}
         self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)
         self._tracked: list[dict[CommunicationCall, None]] = [{} for _ in range(self.scheduler.world)]
+        self._owed: list[dict[CommunicationCall, None]] = [{} for _ in range(self.scheduler.world)]
         self._in_flight: dict[CommunicationCall, None] = {}
         self._creations: dict[tuple[tuple[int, ...], int], dict[int, CommunicationCall]] = defaultdict(dict)
         self._returned: set[int] = set()  # ranks that have returned and wait only for work they left
@@ -133,6 +134,7 @@ class Exchange:
     def wait(self, call: CommunicationCall) -> None:
         """Block until the call is complete, then write its results; waiting again does nothing."""
         rank = call.row.rank
+        self._owed[rank].pop(call, None)
         self.scheduler.wait(rank, call)
         if call.waited:
             return
@@ -145,8 +147,16 @@ class Exchange:
         call.write()
         self._in_flight.pop(call, None)
 
+    def owe(self, calls: Sequence[CommunicationCall]) -> None:
+        """A rank has taken the future of these calls, which have their results. The rank must still `wait` for them."""
+        for call in calls:
+            if call.tracked and call.waited:
+                self._owed[call.row.rank][call] = None
+
     def settle(self, rank: int) -> None:
         """After a rank's results are taken: wait for the work that it never waited for, and mark it in the ledger."""
+        for call in self._owed[rank]:
+            self.ledger.rows[call.order] = replace(call.row, unwaited=True)
         for call in list(self._tracked[rank]):
             self._returned.add(rank)
             self.ledger.rows[call.order] = replace(call.row, unwaited=True)

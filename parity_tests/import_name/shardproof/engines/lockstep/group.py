@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from shardproof.engines import futures
 from shardproof.engines.failure import CANNOT_RUN, GROUP_HINT
 from shardproof.engines.ledger import LedgerRow, call_site, group_label, phase
 from shardproof.engines.lockstep import operations, world
@@ -68,7 +69,11 @@ class LockstepWork(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """A completed future. Waits first, because C++ would wait for the future without telling the scheduler."""
         future: torch.futures.Future = torch.futures.Future()
+        new = [call for call in self.calls if not call.waited]
         future.set_result(self.result())
+        if futures.is_called_by_python():
+            self._exchange.owe(new)
+            futures.hold(future, self.wait)
         return future
 
     def source_rank(self) -> int:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.declare.case import CaseSpec
 from shardproof.endings import exits
-from shardproof.engines import compiling, creation, node_lines, process_limits
+from shardproof.engines import compiling, creation, futures, node_lines, process_limits
 from shardproof.engines.ledger import RunResult, is_plumbing
 from shardproof.engines.lockstep import compile_lock, device_guard, group, last_seen, opening, world
 from shardproof.engines.lockstep.exchange import Exchange
@@ -60,6 +60,7 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
             for change in (
                 world.installed(group.create),
                 node_lines.kept(),
+                futures.observed(),
                 compile_lock.installed(),
                 opening.in_separate_buffers(),
                 _shared_propagation(),

@@ -27,7 +27,7 @@ from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.endings import exits
 from shardproof.endings.raised import message_of, printable
-from shardproof.engines import creation, node_lines, process_limits, threads
+from shardproof.engines import creation, futures, node_lines, process_limits, threads
 from shardproof.engines.compiling import is_compiling
 from shardproof.engines.failure import GROUP_HINT, RankFailure, RankFault, raised_by_function
 from shardproof.engines.ledger import LedgerRow, line_of_thread, raised_at
@@ -152,6 +152,7 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slo
             return _raised(rank, recorder, error)
         finally:
             _current = None
+            futures.forget()
     for error in recorder.thread_errors:
         return _raised(rank, recorder, error)
     unwaited = recorder.unwaited()
@@ -164,6 +165,7 @@ def observe() -> None:
     observe_waits(lambda: _current)
     _threads.enter_context(threads.thread_owners(_owner))
     _threads.enter_context(node_lines.kept())
+    _threads.enter_context(futures.observed())
     make = getattr(dist.distributed_c10d, creation.MAKER)
     setattr(dist.distributed_c10d, creation.MAKER, creation.reported(make, _creations))
 

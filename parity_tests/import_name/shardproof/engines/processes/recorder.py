@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from shardproof.endings.raised import chain
+from shardproof.engines import futures
 from shardproof.engines.ledger import MESSAGES, LedgerRow, call_site, group_label, phase
 from shardproof.engines.lockstep.operations import uneven_splits
 from shardproof.engines.processes import status_table
@@ -319,7 +320,7 @@ class Recorder(_BesideCompiler):
         return self._blocked(issued and issued.row)
 
     def is_seen(self, work: dist.Work) -> None:
-        """Note that the caller knows that this work is complete, or holds its future."""
+        """Note that the caller knows that this work is complete."""
         self._works.pop(id(work), None)
 
     def unwaited(self) -> list[LedgerRow]:
@@ -358,7 +359,7 @@ class OfThread(_BesideCompiler):
 
 WAITING_METHODS = ("wait", "synchronize", "result")
 TELLING_METHODS = ("is_completed", "is_success")  # if they answer True
-FUTURE_METHODS = ("get_future", "get_future_result")  # the future waits
+FUTURE_METHODS = ("get_future", "get_future_result")  # who waits for the future waits for the work
 _is_completed, _future = dist.Work.is_completed, dist.Work.get_future
 
 
@@ -379,7 +380,9 @@ def _observed(method: Callable[..., Any], name: str, current: Callable[[], Recor
         waits = recorder is not None and name in WAITING_METHODS
         with recorder.wait(self) if recorder is not None and waits else contextlib.nullcontext():
             answer = method(self, *args, **kwargs)
-        if recorder is not None and (answer or name in FUTURE_METHODS):
+        if recorder is not None and name in FUTURE_METHODS:
+            futures.hold(answer, partial(recorder.is_seen, self))
+        elif recorder is not None and answer:
             recorder.is_seen(self)
         return answer
 
