@@ -131,6 +131,19 @@ def written_over_tp(mesh: DeviceMesh) -> nn.Module:
     return Written(mesh)
 
 
+class WithoutOutput(Written):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:0]
+
+
+def without_output() -> nn.Module:
+    return WithoutOutput()
+
+
+def empty_inputs() -> tuple[torch.Tensor, ...]:
+    return (torch.randn(0, 6),)
+
+
 def written_inputs() -> tuple[torch.Tensor, ...]:
     return (torch.randn(3, 6),)
 

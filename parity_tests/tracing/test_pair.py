@@ -187,6 +187,16 @@ UNTRACEABLE = [
     ({"make_flax": 3}, TypeError, "Pair: make_flax is a int; pass a function from weights to a flax module"),
     ({"inputs": X}, TypeError, "Pair: inputs is a ndarray; pass a tuple of arrays, such as (x,)"),
     ({"inputs": (X, [1])}, TypeError, "Pair: inputs[1] is a list; pass NumPy arrays"),
+    (
+        {"inputs": (X[:0],)},
+        ValueError,
+        "Pair: the inputs have no element, and nothing could differ; pass a token or more",
+    ),
+    (
+        {"torch_module": Returning(lambda y: y[:0])},
+        ValueError,
+        "Pair: the PyTorch module's output has no element, and nothing could differ",
+    ),
     ({"names": ["embed"]}, TypeError, "Pair: names is a list; pass a dict, such as {'fc1': 'dense_in'}"),
     (
         {"torch_module": Net(dtype=torch.float8_e5m2)},

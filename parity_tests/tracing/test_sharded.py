@@ -136,6 +136,18 @@ def test_a_rank_that_raises_is_a_failed_rank(trace):
             2,
             "::no_inputs: returned int; return a tuple of arguments, or a dict of keywords",
         ),
+        (
+            "written_over_tp",
+            {"twin": "written", "inputs": "empty_inputs"},
+            2,
+            "::empty_inputs: returned tensors without an element, and nothing could differ; return a token or more",
+        ),
+        (
+            "written_over_tp",
+            {"twin": "without_output", "inputs": "written_inputs"},
+            2,
+            "::without_output: its output has no element, and nothing could differ",
+        ),
         ("llama_over_tp", {"twin": "lama"}, 2, "::lama: no function of this name; did you mean llama? (it has "),
         ("llama_over_tp", {"inputs": "written_inputs"}, 2, "::llama: raised "),
         ("llama_over_tp", {"mesh": ""}, 2, "--mesh is needed: a sharded model is built on a mesh, as in --mesh tp=2"),

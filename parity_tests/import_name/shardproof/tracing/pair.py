@@ -35,7 +35,7 @@ class Pair:
     PyTorch gets floating inputs in its parameters' dtype, flax gets them in float64. `names` maps PyTorch module names
     to flax names where they differ; a name for a parent also applies below it.
 
-    Errors: TypeError for an argument of a wrong type.
+    Errors: TypeError for an argument of a wrong type; ValueError for inputs without an element.
     """
 
     torch_module: nn.Module
@@ -56,6 +56,8 @@ class Pair:
         wrong = [i for i, x in enumerate(self.inputs) if not isinstance(x, np.ndarray)]
         if wrong:
             raise TypeError(f"Pair: inputs[{wrong[0]}] is a {_kind(self.inputs[wrong[0]])}; pass NumPy arrays")
+        if self.inputs and not any(x.size for x in self.inputs):
+            raise ValueError("Pair: the inputs have no element, and nothing could differ; pass a token or more")
         if not isinstance(self.names, Mapping):
             raise TypeError(f"Pair: names is a {_kind(self.names)}; pass a dict, such as {{'fc1': 'dense_in'}}")
 

@@ -83,7 +83,7 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     out = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     loss = getattr(out, "loss", None)
     if loss is None:
-        loss = next((x for x in _leaves(out) if is_floating(x)), None)
+        loss = next((x for x in leaves(out) if is_floating(x)), None)
     if loss is None or not is_floating(loss) or not loss.requires_grad:
         problem = "has no gradient" if is_floating(loss) else f"is {type(out).__name__}, without a floating tensor"
         raise ValueError(f"the model's output {problem}; return a tensor that depends on the parameters")
@@ -156,9 +156,10 @@ def _renamed(arrays: Mapping[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     return {event._replace(module=plain_name(event.module)): x for event, x in arrays.items()}
 
 
-def _leaves(tree: Any) -> list[Any]:
+def leaves(tree: Any) -> list[Any]:
+    """Everything that is in the tuples, lists and dicts of a tree."""
     if isinstance(tree, Mapping):
-        return [leaf for value in tree.values() for leaf in _leaves(value)]
+        return [leaf for value in tree.values() for leaf in leaves(value)]
     if isinstance(tree, tuple | list):
-        return [leaf for value in tree for leaf in _leaves(value)]
+        return [leaf for value in tree for leaf in leaves(value)]
     return [tree]

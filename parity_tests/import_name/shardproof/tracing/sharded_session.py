@@ -34,7 +34,7 @@ from shardproof.tracing.comparison import Found, Line, lines, whole
 from shardproof.tracing.events import LOSS, OUT, Event
 from shardproof.tracing.placed import Placed, farthest, farthest_rank, in_full, placed, repeated, same
 from shardproof.tracing.reaching import inner_differences
-from shardproof.tracing.sharded_rank import RankTrace, call, cast, drawn_cotangent, dtype_of, function_of
+from shardproof.tracing.sharded_rank import RankTrace, call, cast, drawn_cotangent, dtype_of, function_of, leaves
 from shardproof.tracing.torch_side import Recording
 from shardproof.tracing.twin_side import TwinTrace, traced
 
@@ -128,12 +128,17 @@ def _twin(question: Question) -> _Twin:
     if not isinstance(inputs, Mapping | tuple | list):
         kind = type(inputs).__name__
         raise UnusableTarget(f"{question.inputs}: returned {kind}; return a tuple of arguments, or a dict of keywords")
+    tensors = [x for x in leaves(inputs) if isinstance(x, torch.Tensor)]
+    if tensors and not any(x.numel() for x in tensors):
+        problem = "returned tensors without an element, and nothing could differ"
+        raise UnusableTarget(f"{question.inputs}: {problem}; return a token or more")
     float64_inputs = cast(cast(inputs, getattr(torch, dtype)), torch.float64)
     cotangent = partial(drawn_cotangent, seed=question.seed)
-    return _Twin(
-        _called(question.twin, traced, module, partial(call, inputs=float64_inputs), cotangent, dtype, question.seed),
-        dtype,
-    )
+    forward = partial(call, inputs=float64_inputs)
+    of_twin = _called(question.twin, traced, module, forward, cotangent, dtype, question.seed)
+    if 0 in of_twin.shape:
+        raise UnusableTarget(f"{question.twin}: its output has no element, and nothing could differ")
+    return _Twin(of_twin, dtype)
 
 
 def _called(target: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -36,6 +36,8 @@ def check_output(out: Any) -> None:
         raise ValueError(f"Pair: the PyTorch module returns {_kind(out)}; wrap it to return one floating tensor")
     if not out.requires_grad:
         raise ValueError("Pair: the PyTorch module's output has no gradient; give it parameters that require one")
+    if not out.numel():
+        raise ValueError("Pair: the PyTorch module's output has no element, and nothing could differ")
 
 
 def check_shape(out: Any, shape: tuple[int, ...]) -> None:
