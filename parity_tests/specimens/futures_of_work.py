@@ -1,5 +1,6 @@
 """Functions that take the future of an all-reduce: some wait for it, others only hold it."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,12 @@ def forgets_it_in_a_hook(mesh: Any, case: Any) -> None:
     _backward(mesh, returns_another_future)
 
 
+def sums_in_a_callback(mesh: Any, case: Any) -> None:
+    """Rank 0 waits for rank 1, so that its callback runs in a thread of the backend."""
+    time.sleep(0.3 * mesh.rank("tp"))
+    future_of(mesh).then(lambda done: future_of(mesh).wait()).wait()
+
+
 NEVER_WAIT = (only_takes_it, only_continues_it, only_collects_it, forgets_it_in_a_hook)
 WAIT = (
     waits,
@@ -98,4 +105,5 @@ WAIT = (
     is_called_back,
     waits_in_ddp,
     waits_in_a_hook,
+    sums_in_a_callback,
 )

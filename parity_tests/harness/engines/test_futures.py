@@ -22,3 +22,9 @@ def test_taking_a_future_is_no_wait(run: Callable, body: Callable, is_marked: bo
     assert (
         sorted((row.rank, row.op) for row in rows if row.unwaited) == [(0, "all_reduce"), (1, "all_reduce")] * is_marked
     )
+
+
+@pytest.mark.parametrize("run", [lockstep.run, pool.run])
+def test_a_callbacks_collective_is_the_ranks(run: Callable) -> None:
+    ledger = run(futures_of_work.sums_in_a_callback, CASE).ledger
+    assert [len(ledger.of(rank)) for rank in range(2)] == [2, 2]

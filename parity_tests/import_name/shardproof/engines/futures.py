@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch.distributed as dist
 # Methods after which the caller knows that the future is complete; `done` only if it answers True.
 WAITING = ("wait", "value", "done", "add_done_callback")
 FOLLOWING = "then"
+
+Context = Callable[[], AbstractContextManager[Any]]
 
 _held: dict[int, tuple[Any, Callable[[], object]]] = {}  # by id: a future and the note that it was waited for
 # The complete future that a callback of `then` has as its argument: the callback's reading is not the caller's wait.
@@ -42,12 +44,15 @@ def forget() -> None:
 
 
 @contextmanager
-def observed() -> Iterator[None]:
-    """In this block, futures of this process note who waits for them."""
+def observed(recording: Callable[[], Context | None] = lambda: None) -> Iterator[None]:
+    """In this block, futures of this process note who waits for them.
+
+    A backend may call a callback in a thread of its own: there it runs in the context that `recording` gives the rank.
+    """
     future: Any = torch._C.Future
     changed: list[tuple[Any, str, Callable[..., Any]]] = [
         *((future, name, _waiting(getattr(future, name))) for name in WAITING),
-        (future, FOLLOWING, _following(getattr(future, FOLLOWING))),
+        (future, FOLLOWING, _following(getattr(future, FOLLOWING), recording)),
         (torch._C, "_collect_all", _collecting(torch._C._collect_all)),
         (dist, "_register_comm_hook", _with_hook(dist._register_comm_hook)),  # pyright: ignore[reportAttributeAccessIssue]
     ]
@@ -81,13 +86,16 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
-def _following(method: Callable[..., Any]) -> Callable[..., Any]:
+def _following(method: Callable[..., Any], recording: Callable[[], Context | None]) -> Callable[..., Any]:
     @wraps(method)
     def then(self: Any, callback: Callable[[Any], Any]) -> Any:
+        thread, context = threading.get_ident(), recording() or nullcontext
+
         def called(of: Any) -> Any:
             outer, _in_callback.future = getattr(_in_callback, "future", None), of
             try:
-                return callback(of)
+                with nullcontext() if threading.get_ident() == thread else context():
+                    return callback(of)
             finally:
                 _in_callback.future = outer
 

@@ -165,7 +165,7 @@ def observe() -> None:
     observe_waits(lambda: _current)
     _threads.enter_context(threads.thread_owners(_owner))
     _threads.enter_context(node_lines.kept())
-    _threads.enter_context(futures.observed())
+    _threads.enter_context(futures.observed(lambda: (owner := _owner()) and owner[0]))
     make = getattr(dist.distributed_c10d, creation.MAKER)
     setattr(dist.distributed_c10d, creation.MAKER, creation.reported(make, _creations))
 
