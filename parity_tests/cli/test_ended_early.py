@@ -104,22 +104,23 @@ KILLS_ITSELF = """
 def alarmed(mesh, x):
     import os
     if mesh.rank("tp") == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{name})
         time.sleep(600)
     return 2.0 * x
 declare(alarmed)
 """
 
 
-def test_a_signal_of_a_scheme_to_itself_is_its_own_failure():
-    file = written("schemes.py", HEAD, TIMES_RANKS, KILLS_ITSELF, RIGHT, **LOCKSTEP)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_of_a_scheme_to_itself_is_its_own_failure(name):
+    file = written("schemes.py", HEAD, TIMES_RANKS, KILLS_ITSELF.replace("{name}", name), RIGHT, **LOCKSTEP)
     done = warm_python.run(
         "-m", "shardproof", "verify", file, "--mesh", "tp=2", "--examples", "2", "--json", "out.json"
     )
     assert done.returncode == RANK_FAILED, done
     record = json.loads(Path("out.json").read_text())
     assert verdicts(record) == {"wrong": "mismatch", "alarmed": "died", "right": "equal"}
-    assert "rank 1 was killed by SIGTERM" in done.stdout
+    assert f"rank 1 was killed by {name}" in done.stdout
 
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
@@ -215,12 +216,12 @@ def test_a_file_that_cannot_be_imported_again_costs_no_verdict(head, scheme):
     assert verdicts(record) == {"wrong": "mismatch"} and "MISMATCH" in out
 
 
-# Both are called by the command, between two schemes and after the last.
+# Both are called by the command, between two schemes and after the last. As a terminal does, they signal all processes.
 INTERRUPTS = """
 import os
 from rich.progress import Progress
 def interrupt(*_):
-    os.kill(os.getpid(), signal.SIGINT)
+    os.killpg(0, signal.SIGINT)
 Progress.advance = Progress.stop = interrupt
 """
 

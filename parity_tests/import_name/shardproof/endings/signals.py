@@ -32,8 +32,8 @@ def signal_name(number: int) -> str:
 def raise_when_asked(parent_is_asked: Callable[[], bool]) -> None:
     """From now on, a signal that asks to end raises KeyboardInterrupt here, so that the verdicts so far are printed.
 
-    A signal that the parent has not received comes from a user's code, as by `signal.alarm`: it ends this process, and
-    the scheme that runs has died.
+    A signal that the parent has not received comes from a user's code, as by `signal.alarm` or
+    `_thread.interrupt_main`: it ends this process, and the scheme that runs has died.
     """
     global _parent_is_asked
     _parent_is_asked = parent_is_asked
@@ -63,8 +63,7 @@ def raising() -> list[int]:
 def _raise(number: int, _: object) -> NoReturn:
     global asked
     if asked is None and number not in OF_A_LIMIT and not _parent_is_told():
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        _end_by(number)
     asked = number
     ignore_asking()  # a second one comes where the first was sent to a whole group
     raise KeyboardInterrupt
@@ -80,8 +79,15 @@ def _parent_is_told() -> bool:
     return True
 
 
+def _end_by(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 def _interrupt(*_: object) -> None:
     global _interrupted_s
+    if not _parent_is_told():
+        _end_by(signal.SIGINT)
     before, _interrupted_s = _interrupted_s, time.monotonic()
     if _interrupted_s - before > TWICE_S:
         raise KeyboardInterrupt

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 64
 # The signals that end the child as asked, whether its parent has received them or not.
-ASKS_TO_END = (signal.SIGINT, signal.SIGQUIT, *signals.OF_A_LIMIT)
+ASKS_TO_END = (signal.SIGQUIT, *signals.OF_A_LIMIT)
 RANK = "RANK"  # set by every launcher, which ends its processes itself; many a job's environment has it too
 ENGINE = "torchrun"  # where RANK alone is set, only a command with this argument is a rank of a launcher
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
