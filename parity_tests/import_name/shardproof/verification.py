@@ -378,7 +378,8 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
 
     count = few(examples) if examples else settings().max_examples
     if profile() == "fast":  # among few examples planned ones meet more conditions than independent draws
-        verify(scheme, engine, count, fixed=fixed).raise_if_failed()
+        options = {name: fixed.pop(name) for name in ("dtype", "world", "inside_subgroup") if name in fixed}
+        verify(scheme, engine, count, fixed=fixed, **options).raise_if_failed()
         return
     # Hypothesis's phase explain would call the test about 100 times more, and the report explains a failure already.
     phases = [phase for phase in settings().phases if phase is not Phase.explain]

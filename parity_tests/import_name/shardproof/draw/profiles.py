@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXAMPLES = {"quick": 8, "fast": 15, "dev": 20, "ci": 60, "nightly": 2000}
+EXAMPLES = {"quick": 8, "fast": 13, "dev": 20, "ci": 60, "nightly": 2000}
 SHAPES = {"quick": 1, "fast": 4, "dev": 8, "ci": 12, "nightly": 48}
 REPEATED = ("fast", "ci")  # `make test` and `make test-all` draw the same examples in each run
 _IN_FORCE: list[str] = []
