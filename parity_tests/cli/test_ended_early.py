@@ -15,7 +15,7 @@ from parity_tests import warm_python
 from parity_tests.slow import slow_but
 from parity_tests.specimens.user_files import LOCKSTEP, RIGHT, TIMES_RANKS, written
 from shardproof.cli import session
-from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, INTERRUPTED, MISMATCH, RANK_FAILED
+from shardproof.endings.exit_status import BY_SIGNAL, EQUAL, INTERRUPTED, MISMATCH, RANK_FAILED, USAGE
 from shardproof.report import summary
 from shardproof.report.summary import VerifyOptions
 
@@ -239,3 +239,53 @@ def test_files_are_written_before_anything_is_printed(monkeypatch):
     options = VerifyOptions(examples=1, json="out.json", fixed={"tp": 1, "b": 2})
     assert session.verify([written("right.py", RIGHT, **LOCKSTEP)], options) == EQUAL
     assert is_written == [True]
+
+
+EARLIER = {
+    "out.json": '{"status": 0, "reports": []}',
+    "out.html": "<!DOCTYPE html><title>shardproof</title>equal",
+    "out.xml": '<testsuite name="shardproof" tests="1" failures="0" errors="0" />',
+}
+TO_EARLIER = ("--json", "out.json", "--html=out.html", "--junit", "out.xml")
+
+
+def with_earlier(*arguments):
+    """The process of a command whose files have the verdicts of an earlier one."""
+    for file, text in EARLIER.items():
+        Path(file).write_text(text)
+    return subprocess.Popen(
+        [sys.executable, "-c", MAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("number", slow_but([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
+def test_no_earlier_verdict_is_left_by_a_signal_during_the_imports(number):
+    with with_earlier("verify", written("schemes.py", RIGHT, **LOCKSTEP), *TO_EARLIER) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while Path("out.xml").read_text() == EARLIER["out.xml"] and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (INTERRUPTED if number == signal.SIGINT else -number)
+    record, suite = json.loads(Path("out.json").read_text()), ElementTree.parse("out.xml").getroot()
+    assert record["status"] in (BY_SIGNAL + number, BY_SIGNAL + signal.SIGKILL) and record["not_judged"]
+    assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
+
+
+MISTAKES = [("missing.py",), ("schemes.py", "--profile", "none"), ("schemes.py", "--seed", "one")]
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_mistake_leaves_its_status_in_every_file(arguments):
+    written("schemes.py", RIGHT, **LOCKSTEP)
+    with with_earlier("verify", *arguments, *TO_EARLIER) as process:
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == json.loads(Path("out.json").read_text())["status"] == USAGE
+    assert all("without a verdict, with status 2" in Path(file).read_text() for file in EARLIER)
+
+
+def test_help_leaves_the_files_of_an_earlier_command():
+    with with_earlier("verify", "--help", *TO_EARLIER) as process:
+        process.communicate(timeout=LIMIT_S)
+    assert {file: Path(file).read_text() for file in EARLIER} == EARLIER

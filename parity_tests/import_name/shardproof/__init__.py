@@ -50,22 +50,35 @@ def _end_without_verdict(left: SystemExit) -> NoReturn:
 
 def main() -> None:
     """The command `shardproof`."""
+    files: list[str] = []
+    try:
+        from shardproof.endings import earlier_files
+
+        files += earlier_files.mark(sys.argv[1:])
+        _run()
+    except SystemExit as left:
+        earlier_files.settle(files, left.code)
+        raise
+    except KeyboardInterrupt:  # before the command itself takes care of it
+        from shardproof.endings import earlier_files
+        from shardproof.endings.exit_status import INTERRUPTED, INTERRUPTED_SENTENCE
+
+        print(f"shardproof: {INTERRUPTED_SENTENCE}", file=sys.stderr)
+        earlier_files.settle(files, INTERRUPTED)
+        sys.exit(INTERRUPTED)
+
+
+def _run() -> None:
     from importlib.util import find_spec
 
     if missing := [package for package in _OF_VERIFY if find_spec(package) is None]:
         print(f"shardproof: needs {', '.join(missing)}; {_INSTALL}", file=sys.stderr)
         sys.exit(2)
     try:
-        try:
-            from shardproof.cli.app import main
-            from shardproof.engines.supervised import supervised
-        except SystemExit as left:
-            _end_without_verdict(left)
-        if sys.argv[1:] and sys.argv[1] in _RUN_USERS_CODE:
-            raise SystemExit(supervised(main))  # a user's code may have replaced sys.exit
-        main()
-    except KeyboardInterrupt:  # before the command itself takes care of it
-        from shardproof.endings.exit_status import INTERRUPTED, INTERRUPTED_SENTENCE
-
-        print(f"shardproof: {INTERRUPTED_SENTENCE}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        from shardproof.cli.app import main
+        from shardproof.engines.supervised import supervised
+    except SystemExit as left:
+        _end_without_verdict(left)
+    if sys.argv[1:] and sys.argv[1] in _RUN_USERS_CODE:
+        raise SystemExit(supervised(main))  # a user's code may have replaced sys.exit
+    main()

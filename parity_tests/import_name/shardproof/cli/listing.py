@@ -19,7 +19,7 @@ from shardproof.report import picture, summary
 from shardproof.report.declared_pictures import pictured_case
 from shardproof.report.guard import own_output, without_hiding
 from shardproof.report.html_page import page
-from shardproof.report.out_path import check_writable, naming, replace_earlier, write_text, write_texts
+from shardproof.report.out_path import check_writable, naming, write_text, write_texts
 from shardproof.report.report import Report
 from shardproof.report.sentence import print_report
 from shardproof.report.summary import Outcome
@@ -68,7 +68,6 @@ def replay_file(
     Returns the status.
     """
     check_writable(html=html, json=json)
-    replace_earlier(html, json)
     outcome = Outcome()
     with own_output():
         case, scheme = _recorded(file)

@@ -35,6 +35,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.failed_declaration import FailedDeclaration, FailedImport
 from shardproof.draw import profiles, size_choices
 from shardproof.endings import journal, signals
+from shardproof.endings.earlier_files import NOT_ENDED
 from shardproof.endings.exit_status import EQUAL, INTERNAL, RANK_FAILED, NotJudged
 from shardproof.endings.raised import pass_interrupt
 from shardproof.engines import supervised
@@ -58,7 +59,7 @@ from shardproof.report.guard import (
     without_hiding,
 )
 from shardproof.report.html_page import page
-from shardproof.report.out_path import NOT_ENDED, check_folder, check_writable, write_texts
+from shardproof.report.out_path import check_folder, check_writable, write_texts
 from shardproof.report.report import Report
 from shardproof.report.sentence import Sentence
 from shardproof.report.summary import Expected, Outcome, Place, VerifyOptions

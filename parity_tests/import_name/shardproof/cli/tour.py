@@ -24,7 +24,7 @@ from shardproof.declare.counted import counted
 from shardproof.endings.exit_status import EQUAL, MISMATCH
 from shardproof.implementation.public_names import is_public
 from shardproof.report import summary
-from shardproof.report.out_path import check_writable, naming, replace_earlier, write_text
+from shardproof.report.out_path import check_writable, naming, write_text
 from shardproof.report.sentence import Sentence, is_broken
 from shardproof.report.summary import Outcome
 from shardproof.verify_one_case import verify_case
@@ -58,7 +58,6 @@ class Tour:
 def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = False, everything: bool = False) -> int:
     """Run the tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
     check_writable(figure=figure_path, json=json)
-    replace_earlier(json)
     start, text_to_stderr = time.perf_counter(), json == "-"
     tour = judged(Console(stderr=text_to_stderr, quiet=quiet), examples, everything)
     with naming(figure_path):

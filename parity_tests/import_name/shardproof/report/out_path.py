@@ -5,22 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from json import dumps  # a file of schemes may replace the module's own
+from contextlib import contextmanager
 from pathlib import Path
-
-from shardproof.endings.exit_status import BY_SIGNAL
 
 ENDINGS = (".png", ".svg", ".pdf")  # accepted endings of a figure's file
 ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
-NOT_ENDED = "the command has not come to its end"
-_NOT_ENDED_TEXTS = {
-    ".json": dumps({"status": BY_SIGNAL + signal.SIGKILL, "not_judged": {"the command": NOT_ENDED}}),
-    ".html": f"<!doctype html><title>not judged</title><p>{NOT_ENDED}</p>",
-}
 
 
 def check_writable(**paths: str | None) -> None:
@@ -90,14 +81,6 @@ def _is_loop(file: Path) -> bool:
     except OSError as error:
         return error.errno == errno.ELOOP
     return False
-
-
-def replace_earlier(*paths: str | None) -> None:
-    """Where a file of an earlier command is, write that this one has not ended: a SIGKILL leaves time for no other."""
-    for path in paths:
-        if path and os.path.isfile(path) and Path(path).suffix in _NOT_ENDED_TEXTS:
-            with suppress(OSError):  # told at the end, after the verdict
-                write_text(path, _NOT_ENDED_TEXTS[Path(path).suffix])
 
 
 def write_texts(texts: Mapping[str, Callable[[], str]]) -> None:

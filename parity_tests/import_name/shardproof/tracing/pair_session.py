@@ -7,7 +7,7 @@ from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
 from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
 from shardproof.report.guard import own_output
-from shardproof.report.out_path import check_writable, replace_earlier
+from shardproof.report.out_path import check_writable
 from shardproof.tracing import show
 from shardproof.tracing.pair import Pair, traced_pair
 
@@ -20,7 +20,6 @@ def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet:
     if dtype is not None and dtype not in UNIT_ROUNDOFF:
         raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(UNIT_ROUNDOFF)}")
     check_writable(json=json)
-    replace_earlier(json)
     bridge.start()
     console, done = show.console(json), []
     with own_output():

@@ -28,7 +28,7 @@ from shardproof.judge import bridge
 from shardproof.judge.compare import K
 from shardproof.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
 from shardproof.report.guard import own_output
-from shardproof.report.out_path import check_writable, replace_earlier
+from shardproof.report.out_path import check_writable
 from shardproof.tracing import show
 from shardproof.tracing.comparison import Found, Line, lines, whole
 from shardproof.tracing.events import LOSS, OUT, Event
@@ -71,7 +71,6 @@ def trace(question: Question, json: str | None, is_whole: bool, quiet: bool) -> 
     """
     _check(question)
     check_writable(json=json)
-    replace_earlier(json)
     bridge.start()
     with own_output():
         report = _traced(question)

@@ -15,7 +15,7 @@ from shardproof.endings.exit_status import EQUAL, MISMATCH, RANK_FAILED
 from shardproof.engines.engines import run as on_ranks
 from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
-from shardproof.report.out_path import check_writable, naming, replace_earlier, write_text
+from shardproof.report.out_path import check_writable, naming, write_text
 from shardproof.report.sentence import Sentence, is_broken
 from shardproof.training import checkpoint, page, show
 from shardproof.training.body import train as body
@@ -49,7 +49,6 @@ def train(runs: Sequence[Run], options: TrainOptions) -> int:
         if not launch.is_rank_zero():
             return launch.serve()
         _check_world(runs, launch.world_size())
-    replace_earlier(options.json, options.page)
     status = _all(runs, options)
     if options.engine == "torchrun":
         from shardproof.engines.processes import launch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardproof.declare.case import ENGINES
 from shardproof.engines.failure import RankFailure
 from shardproof.judge import bridge
-from shardproof.report.out_path import check_writable, replace_earlier
+from shardproof.report.out_path import check_writable
 from shardproof.tracing import show
 from shardproof.training import traced
 from shardproof.training.run import Run
@@ -19,7 +19,6 @@ def trace(run: Run, engine: str, json: str | None, is_whole: bool, quiet: bool =
     if engine not in LOCAL_ENGINES:
         raise ValueError(f"--engine {engine!r} is not one of {', '.join(LOCAL_ENGINES)}")
     check_writable(json=json)
-    replace_earlier(json)
     bridge.start()
     reference_trace = traced.trace_reference(run)
     try:
