@@ -89,10 +89,14 @@ def test_a_file_that_is_wrong(shardproof, mistake):
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
 
 
-@pytest.mark.parametrize("targets", [("bad.py", "wrong.py"), (".",)])
-def test_a_file_that_cannot_be_imported_costs_no_verdict_of_another(shardproof, targets):
-    body, sentence = MISTAKES["import"]
-    written("bad.py", body, RIGHT), written("wrong.py", WRONG, **LOCKSTEP)
+DECORATOR = "\ndeclares = scheme(reference=double)\n"  # whose result is called with no function
+SEVERAL = [(("bad.py", "wrong.py"), "import"), ((".",), "nothing"), (("bad.py::right", "wrong.py"), "exception")]
+
+
+@pytest.mark.parametrize(("targets", "mistake"), SEVERAL)
+def test_a_file_that_cannot_be_imported_costs_no_verdict_of_another(shardproof, targets, mistake):
+    body, sentence = MISTAKES[mistake]
+    written("bad.py", body, DECORATOR if mistake == "nothing" else RIGHT), written("wrong.py", WRONG, **LOCKSTEP)
     status, out, _ = shardproof("verify", *targets, "--examples", "2", "--json", "o.json")
     record = json.loads(Path("o.json").read_text())
     assert (status, [report["verdict"] for report in record["reports"]]) == (1, ["mismatch"])

@@ -107,13 +107,14 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
         """The same file, also after an earlier one has changed the working folder when it was imported."""
         return str(file) if os.getcwd() == here else os.path.join(here, file)
 
-    def of_one_of_several(file: str) -> Sequence[Declared | FailedDeclaration | FailedImport]:
-        """The import of one file may fail: the others are judged all the same."""
+    def of_one_of_several(file: str, name: str = "") -> Sequence[Declared | FailedDeclaration | FailedImport]:
+        """One file may have no scheme, or an import that fails: the others are judged all the same."""
         try:
-            return declarations_of_file(file)
-        except BrokenImport as broken:
-            path = Path(file).resolve()
-            return [FailedImport(path.name, str(path), _line_of(path, str(broken)), str(broken), USAGE)]
+            return [declaration_of_file(file, name)] if name else declarations_of_file(file)
+        except (NoScheme, BrokenImport, LeftImport) as error:
+            path, sentence = Path(file).resolve(), str(error)
+            status = getattr(error, "status", USAGE)
+            return [FailedImport(path.name, str(path), _line_of(path, sentence), sentence, status)]
 
     for target in targets or ["*"]:
         file, _, name = target.partition("::")
@@ -122,7 +123,8 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
         if not is_path(str(path)):
             found = _schemes_by_pattern(target)
         elif name:
-            found = [declaration_of_file(still(file), name)]
+            of_one = of_one_of_several if len(targets) > 1 else lambda file, name: [declaration_of_file(file, name)]
+            found = of_one(still(file), name)
         elif path.is_dir():
             files = [file for file in python_files(path) if declares(file)]
             if not files:
