@@ -23,7 +23,8 @@ from shardproof.report.summary import VerifyOptions
 MAIN = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
 from shardproof import main
 main()
 """
@@ -87,10 +88,10 @@ def verdicts(record):
 SENT = [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGHUP, False)]
 # As batch systems send them, to one process or to all, before a job's time is over.
 SENT += [(signal.SIGUSR1, False), (signal.SIGUSR1, True), (signal.SIGUSR2, True)]
-SENT += [(signal.SIGXCPU, False), (signal.SIGALRM, False)]
+SENT += [(signal.SIGXCPU, False), (signal.SIGALRM, False), (signal.SIGQUIT, True)]
 
 
-@pytest.mark.parametrize(("number", "is_of_all"), slow_but(SENT[:1], SENT))
+@pytest.mark.parametrize(("number", "is_of_all"), slow_but([SENT[0], SENT[-1]], SENT))
 def test_what_is_judged_is_printed(number, is_of_all):
     out, record = ended(number, HEAD, TIMES_RANKS, WAITS, RIGHT, is_of_all=is_of_all)
     how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
@@ -111,7 +112,7 @@ declare(alarmed)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", slow_but(["SIGINT", "SIGXCPU"], ["SIGTERM", "SIGINT", "SIGXCPU", "SIGQUIT"]))
 def test_a_signal_of_a_scheme_to_itself_is_its_own_failure(name):
     file = written("schemes.py", HEAD, TIMES_RANKS, KILLS_ITSELF.replace("{name}", name), RIGHT, **LOCKSTEP)
     done = warm_python.run(

@@ -69,20 +69,24 @@ EXITS = {
 }
 
 
-def test_only_the_scheme_that_exits_is_not_judged():
-    file = written("exits.py", IMPORTS, *EXITS.values(), WRONG, RIGHT)
+INTERRUPTS = {name: re.sub(r"\w+\._?exit\(1", "raise KeyboardInterrupt(1", text) for name, text in EXITS.items()}
+
+
+@pytest.mark.parametrize(("raising", "error"), [(EXITS, "SystemExit"), (INTERRUPTS, "KeyboardInterrupt")])
+def test_only_the_scheme_that_exits_is_not_judged(raising, error):
+    file = written("exits.py", IMPORTS, *raising.values(), WRONG, RIGHT)
     status, out, _ = verified(file, "--mesh", "tp=2", "--json", "out.json")
     record = json.loads(Path("out.json").read_text())
     assert (status, record["status"]) == (RANK_FAILED, RANK_FAILED)
     verdicts = {report["scheme"].rpartition(":")[2]: report["verdict"] for report in record["reports"]}
     assert verdicts == {"of_context": "raised", "of_rank": "raised", "wrong": "mismatch", "right": "equal"}
-    assert set(record["not_judged"]) == set(EXITS) - {"of_context", "of_rank"}
-    for name in EXITS:
-        [code] = re.findall(r"exit\(\d+\)", EXITS[name])
+    assert set(record["not_judged"]) == set(raising) - {"of_context", "of_rank"}
+    for name in raising:
+        [code] = re.findall(r"\w+\(1\d\)", raising[name])
         at = f"exits.py:{line_of(file, code)}"
         failure = next((report["failure"] for report in record["reports"] if report["scheme"].endswith(name)), None)
         sentence = record["not_judged"].get(name) or failure.replace('", line ', ":")
-        assert "raised SystemExit" in sentence and at in sentence, sentence
+        assert f"raised {error}" in sentence and at in sentence, sentence
     assert out.splitlines()[-1] == "9 schemes, 1 mismatch, 2 with a failed rank, 0 not run, 5 not judged."
 
 
@@ -391,8 +395,9 @@ def test_no_file_of_ours_takes_the_place_of_a_closed_output():
 
 
 def test_what_is_judged_before_an_interrupt_is_printed():
-    stopping = declared("stopping", at="raise KeyboardInterrupt", reference="lambda x: bad(x)")
-    status, out, err = verified(written("stops.py", WRONG, stopping), "--mesh", "tp=2", "--examples", "1")
+    interrupts = "import signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(9)"
+    stopping = declared("stopping", at=interrupts, reference="lambda x: bad(x)")
+    status, out, err = verified(written("stops.py", IMPORTS, WRONG, stopping), "--mesh", "tp=2", "--examples", "1")
     assert (status, err) == (INTERRUPTED, "shardproof: interrupted; what was not printed was not judged\n")
     assert "MISMATCH" in out and "not judged: scheme 'stopping': interrupted before it was judged" in out
 

@@ -70,7 +70,8 @@ def test_status_and_output_equal_the_calls(body, status):
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGVTALRM, signal.SIGRTMIN + 6]
+    "number",
+    [*(signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGVTALRM), signal.SIGXCPU, signal.SIGRTMIN + 6],
 )
 def test_a_fatal_signal_is_reported(number):
     status, _, err = ending(f"os.kill(os.getpid(), {int(number)})")
@@ -82,6 +83,15 @@ def test_a_signal_that_asks_to_end_does_so_and_is_named():
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_DFL)"
     status, _, err = ending(f"{deaf}; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)")
     assert (status, err) == (-15, "shardproof: ended by SIGTERM; what was not printed was not judged\n")
+
+
+@pytest.mark.parametrize("deaf", ["", "signal.signal(signal.SIGXCPU, signal.SIG_DFL)"])
+def test_a_limit_of_time_ends_the_command(deaf):
+    """The system signals the process that computes, and not its parent."""
+    limited = f"{HEAD}\nimport resource\nresource.setrlimit(resource.RLIMIT_CPU, (2, 100))"
+    status, _, err = ended(python(f"{limited}\ndef call():\n    {deaf}\n    while True: pass\nsupervised(call)"))
+    sentence = "shardproof: ended by SIGXCPU; what was not printed was not judged\n"
+    assert (status, err) == (-signal.SIGXCPU, sentence)
 
 
 def test_a_broken_pipe_is_an_output_that_nobody_reads():

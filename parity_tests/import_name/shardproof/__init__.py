@@ -50,17 +50,16 @@ def _end_without_verdict(left: SystemExit) -> NoReturn:
 
 def main() -> None:
     """The command `shardproof`."""
+    from shardproof.endings import earlier_files
+
     files: list[str] = []
     try:
-        from shardproof.endings import earlier_files
-
         files += earlier_files.mark(sys.argv[1:])
         _run()
     except SystemExit as left:
         earlier_files.settle(files, left.code)
         raise
     except KeyboardInterrupt:  # before the command itself takes care of it
-        from shardproof.endings import earlier_files
         from shardproof.endings.exit_status import INTERRUPTED, INTERRUPTED_SENTENCE
 
         print(f"shardproof: {INTERRUPTED_SENTENCE}", file=sys.stderr)

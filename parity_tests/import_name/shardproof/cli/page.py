@@ -32,10 +32,10 @@ complete verbs, options, names of schemes and schedules, engines, profiles, dtyp
 
 With several outcomes the worst status is returned: 70, then 3, then 1, then 2 for a scheme with an unusable reference.
 
-- **Signals.** `verify` ends early on an interrupt, SIGTERM or SIGHUP, and on the signals by which a batch system
-  announces the end of a job: SIGUSR1, SIGUSR2, SIGXCPU and SIGALRM. It prints the verdicts so far and writes its files,
-  with the status 128 + N for signal N. After a signal other than an interrupt, the process ends by the same signal: a
-  shell shows 143 for SIGTERM.
+- **Signals.** `verify` ends early on an interrupt, SIGTERM, SIGHUP or SIGQUIT, and on the signals by which a batch
+  system announces the end of a job: SIGUSR1, SIGUSR2, SIGXCPU and SIGALRM. It prints the verdicts so far and writes
+  its files, with the status 128 + N for signal N. After a signal other than an interrupt, the process ends by the same
+  signal: a shell shows 143 for SIGTERM.
 - **Code that ends or hangs.** A parent process watches the command. If code exits, crashes, holds the interpreter, or
   waits for two minutes, its own scheme gets no verdict, and the report names the line. The other schemes are judged.
 - **torchrun.** The agent exits with 1, and its report shows the command's status. If a rank dies, the verdicts before

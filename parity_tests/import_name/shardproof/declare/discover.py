@@ -27,7 +27,7 @@ from shardproof.declare.own_modules import check_own_modules, is_beside
 from shardproof.declare.scheme_mentions import declares
 from shardproof.declare.targets import BrokenImport, LeftImport, NeedsExtra, NoScheme, UnusableTarget, is_path
 from shardproof.endings import exits, journal
-from shardproof.endings.exit_status import USAGE
+from shardproof.endings.exit_status import USAGE, of_error
 from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
@@ -113,8 +113,7 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
             return [declaration_of_file(file, name)] if name else declarations_of_file(file)
         except (NoScheme, BrokenImport, LeftImport) as error:
             path, sentence = Path(file).resolve(), str(error)
-            status = getattr(error, "status", USAGE)
-            return [FailedImport(path.name, str(path), _line_of(path, sentence), sentence, status)]
+            return [FailedImport(path.name, str(path), _line_of(path, sentence), sentence, of_error(error))]
 
     for target in targets or ["*"]:
         file, _, name = target.partition("::")

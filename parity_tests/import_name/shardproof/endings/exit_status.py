@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardproof.endings.raised import chain
+from shardproof.endings.raised import EXITS, chain
 
 EQUAL, MISMATCH, USAGE, RANK_FAILED, NOTHING, INTERNAL, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 70, 130, 141
 BY_SIGNAL = 128  # plus the number of the signal, as a shell reports it
@@ -24,8 +24,8 @@ def worst(statuses: Iterable[int]) -> int | None:
 
 
 def of_error(error: BaseException) -> int:
-    """The status of a user's mistake: that which the error names, 3 if a SystemExit caused it, else 2."""
-    has_left = any(isinstance(cause, SystemExit) for cause in chain(error))
+    """The status of a user's mistake: the status that the error names, 3 if an exit caused it, else 2."""
+    has_left = any(isinstance(cause, EXITS) for cause in chain(error))
     return RANK_FAILED if has_left else getattr(error, "status", USAGE)
 
 

@@ -12,24 +12,26 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from shardproof.endings import exits
+from shardproof.endings import exits, signals
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-RAISED = (Exception, SystemExit)  # exceptions of a user's code; a KeyboardInterrupt is the user's
+RAISED = (Exception, SystemExit)  # of a user's code in a thread of a rank, which another exception ends
+EXITS = (SystemExit, KeyboardInterrupt)  # by them, code means to end its process
 
 # C0 and C1 controls but tab and line feed, lone surrogates, and marks that change the direction of the text after them.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def pass_interrupt(error: BaseException) -> None:
-    """Raise a KeyboardInterrupt again, which is the user's; anything else is of the code that raised it.
+    """Raise the KeyboardInterrupt of a signal again; anything else is of the code that raised it.
 
-    For `except BaseException`: what ends a task or skips a test need be no Exception. A SystemExit of a process that a
+    For `except BaseException`: what ends a task or skips a test need be no Exception. An exit of a process that a
     user's code has forked ends that process.
     """
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and exits.is_forked()):
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    if (is_interrupt and signals.is_interrupted()) or (isinstance(error, EXITS) and exits.is_forked()):
         raise error
 
 
@@ -42,9 +44,8 @@ def message_of(error: BaseException) -> str:
     """The message of an exception, safe to print, also where making it raises another."""
     try:
         return printable(str(error))
-    except KeyboardInterrupt:
-        raise
     except BaseException as second:
+        pass_interrupt(second)
         return f"<its message raises {type(second).__name__}>"
 
 

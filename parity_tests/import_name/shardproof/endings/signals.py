@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -11,8 +12,8 @@ from typing import NoReturn
 
 STACKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else 0  # a process of ours writes its stacks at this signal
 # Ask a command to end; Python raises at SIGINT by itself. Batch systems send the last four before a job's end.
-ASKING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
-OF_A_LIMIT = (signal.SIGXCPU,)  # the system sends it to the process that computes, and not to its parent
+ASKING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGALRM)
+RAISED_S = 1.1  # by which the system has raised a limit of time when its signal comes; clocks of processes are coarse
 TOLD_S = 0.5  # within it, a parent has noted a signal that was sent to a whole group
 TWICE_S = 2.0  # within it, a second interrupt is the first one, which was sent to a group and passed on by a parent
 asked: int | None = None  # the signal of `ASKING` that has come
@@ -62,11 +63,32 @@ def raising() -> list[int]:
 
 def _raise(number: int, _: object) -> NoReturn:
     global asked
-    if asked is None and number not in OF_A_LIMIT and not _parent_is_told():
+    if asked is None and not is_of_a_limit(number, resource.RUSAGE_SELF) and not _parent_is_told():
         _end_by(number)
     asked = number
     ignore_asking()  # a second one comes where the first was sent to a whole group
     raise KeyboardInterrupt
+
+
+def is_of_a_limit(number: int, processes: int) -> bool:
+    """Whether the system has sent a signal because processes have used up their time, as of `ulimit -t`.
+
+    It sends SIGXCPU to the process that computes, and not to its parent, and then raises the limit by a second.
+    `processes` are RUSAGE_SELF or RUSAGE_CHILDREN.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    used = resource.getrusage(processes)
+    return number == signal.SIGXCPU and resource.RLIM_INFINITY != soft <= used.ru_utime + used.ru_stime + RAISED_S
+
+
+def is_interrupted() -> bool:
+    """Whether a KeyboardInterrupt comes from a signal; else a user's code has raised it, as any other exception.
+
+    Without a parent, nobody can tell, and it is the user's.
+    """
+    if _parent_is_asked is None or asked is not None or _interrupted_s > -math.inf:
+        return True
+    return signal.getsignal(signal.SIGINT) is not _interrupt and _parent_is_told()
 
 
 def _parent_is_told() -> bool:

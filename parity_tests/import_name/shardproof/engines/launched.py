@@ -48,7 +48,7 @@ class Rank:
     def __init__(self, call: Callable[[], int | None], record: Journal) -> None:
         self._call, self._journal, self._words = call, record, LastWords()
         self._agent, self._parent = os.getppid(), os.getpid()
-        self._passed_on: set[int] = set(signals.OF_A_LIMIT)  # signals that the rank has not sent to itself
+        self._passed_on: set[int] = {signal.SIGXCPU}  # signals that the rank has not sent to itself
 
     def status(self) -> int:
         """How the rank has ended; where a signal has ended it, this process ends by the same one."""

@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import math
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from shardproof.engines.failure import RankFailure
 
 MOST_RANKS = 64
-# The signals that end the child as asked, whether its parent has received them or not.
-ASKS_TO_END = (signal.SIGQUIT, *signals.OF_A_LIMIT)
 RANK = "RANK"  # set by every launcher, which ends its processes itself; many a job's environment has it too
 ENGINE = "torchrun"  # where RANK alone is set, only a command with this argument is a rank of a launcher
 SENT_BY_A_PROCESS = 0  # si_code; a terminal's signal reaches the child without help
@@ -183,7 +182,7 @@ class _Command:
             death, key = ended, ended.key
             if death.why == "outdated":
                 return OUTDATED
-            if self.asked is not None or -death.exit_code in ASKS_TO_END:
+            if self.asked is not None or signals.is_of_a_limit(-death.exit_code, resource.RUSAGE_CHILDREN):
                 self.asked = self.asked or -death.exit_code
                 if not death.is_judged and self._journal.is_to_tell:
                     self._tell(death)

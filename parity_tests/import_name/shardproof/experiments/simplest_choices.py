@@ -12,7 +12,7 @@ from typing import Any
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.draws import Chooser
 from shardproof.draw.choosers import Choice, RecordingChooser, shrunk_example, simplest
-from shardproof.endings.raised import RAISED, none_if_raised
+from shardproof.endings.raised import none_if_raised, pass_interrupt
 from shardproof.experiments.smallest import fails_alike
 from shardproof.report.report import Report
 
@@ -88,7 +88,8 @@ class SimplestCase:
 
         try:
             example = shrunk_example(choice.strategy, fails, EXAMPLES_OF_A_STRATEGY)
-        except RAISED:  # Hypothesis finds no example, or the strategy cannot draw another
+        except BaseException as error:  # Hypothesis finds no example, or the strategy cannot draw another
+            pass_interrupt(error)
             return False
         # Verify it once more to record its choices.
         return self._is_taken(self._with(number, choice._replace(example=example)))

@@ -26,7 +26,7 @@ from shardproof.endings.exit_status import (
     UNREAD,
     USAGE,
 )
-from shardproof.endings.raised import message_of
+from shardproof.endings.raised import EXITS, message_of
 from shardproof.engines.ledger import innermost
 from shardproof.places import SHARDPROOF
 
@@ -90,7 +90,7 @@ def guarded(call: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the first into an exit
         if exits.is_forked():
             raise  # ends the process that a user's code has forked
-        if isinstance(stop, SystemExit) and not _is_command_lines(stop):
+        if not (_is_command_lines(stop) if isinstance(stop, SystemExit) else signals.is_interrupted()):
             return _reported(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
@@ -152,7 +152,7 @@ def sentence_of(error: BaseException) -> tuple[int, str]:
         [(file, line) for file, line, package in frames if package not in OF_THE_COMMAND and not file.startswith(CLI)]
     )
     raised = f"{type(error).__name__}: {message_of(error) or 'no message'}"
-    if at or isinstance(error, SystemExit):
+    if at or isinstance(error, EXITS):
         return exit_status.of_error(error), f"{at or 'code without a line'} raised {raised}"
     file, line, _ = frames[-1] if frames else ("?", 0, "")
     return INTERNAL, f"internal error at {os.path.basename(file)}:{line}: {raised}; please report it with its traceback"

@@ -20,7 +20,7 @@ from shardproof.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from shardproof.declare.discover import UnusableTarget
 from shardproof.declare.targets import absolute
 from shardproof.draw.inputs import coordinates
-from shardproof.endings.raised import RAISED, first_line_of
+from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.engines import run as on_ranks
 from shardproof.engines.failure import RankFailure
 from shardproof.engines.ledger import at_users_line
@@ -144,7 +144,8 @@ def _called(target: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Errors: ReferenceFailure for the user's own exception, with its line."""
     try:
         return function(*arguments)
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         first = f"{type(error).__name__}: {first_line_of(error)}"
         raise ReferenceFailure(f"{target}: raised {first}{at_users_line(error)}") from error
 
