@@ -194,6 +194,20 @@ def test_a_mistake_in_the_file_is_named_with_its_line(line, sentence, shardproof
     assert (status, out) == (2, "") and sentence in err and f"expected.txt:{1 + line.count(chr(10))}" in err
 
 
+@pytest.mark.parametrize("option", ["--junit", "--html"])
+def test_a_file_that_is_read_is_not_replaced(option, shardproof):
+    text = written("known.html", "vocab_topk mismatch\n")
+    status, _, err = shardproof("verify", "vocab_topk", "--expected-failures", text, option, "./known.html")
+    assert (status, Path(text).read_text()) == (2, "vocab_topk mismatch\n")
+    assert f"{option} and --expected-failures are both ./known.html" in err
+
+
+def test_the_mark_of_an_encoding_is_no_part_of_a_line(shardproof):
+    Path("expected.txt").write_text("vocab_topk mismatch\n", encoding="utf-8-sig")
+    run = ("verify", "vocab_topk", "--examples", "1", "--expected-failures", "expected.txt")
+    assert "unexpected: vocab_topk: passes" in shardproof(*run)[1]
+
+
 # The parts: which names a scheme calls, and a copy that calls others
 
 

@@ -33,9 +33,9 @@ def test_a_folder_that_may_not_be_written_is_rejected(tmp_path, monkeypatch):
         check_folder(checkpoint=str(tmp_path / "new"))
 
 
-def rejection(**paths):
+def rejection(inputs=None, /, **paths):
     with pytest.raises(ValueError) as caught:
-        check_writable(**{option: str(path) for option, path in paths.items()})
+        check_writable(inputs, **{option: str(path) for option, path in paths.items()})
     return str(caught.value)
 
 
@@ -54,6 +54,16 @@ def test_two_options_with_one_file_are_rejected(tmp_path):
     file = tmp_path / "out.json"
     assert rejection(json=file, junit=file) == f"--json and --junit are both {file}; give each a file of its own"
     check_writable(json=str(file), junit=str(tmp_path / "out.xml"), html="-")
+
+
+def test_an_output_that_is_an_input_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "known.txt").touch()
+    (tmp_path / "link.txt").symlink_to("known.txt")
+    for path in (tmp_path / "known.txt", "./known.txt", "link.txt"):
+        sentence = f"--junit and --expected-failures are both {path}; give each a file of its own"
+        assert rejection({"--expected-failures": "known.txt"}, junit=path) == sentence
+    check_writable({"--expected-failures": "known.txt", "--links": None}, junit="out.xml")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -57,6 +57,6 @@ def _key(word: str, places: Mapping[str, Place], at: str) -> str | None:
 
 def _lines(file: str) -> list[str]:
     try:
-        return Path(file).read_text(encoding="utf-8").splitlines()
+        return Path(file).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"{file}: no text; it needs a line for each failure: scheme, verdict, # reason") from None

@@ -35,7 +35,7 @@ def show(
     """Print the dry run. Errors: UnusableTarget, ValueError."""
     from torch_impl.parallelizer.dry_run import dry_run
 
-    check_writable(json=json)
+    check_writable({"the model": target}, json=json)
     _check_axes(mesh)
     # `dp` is short for data parallelism, unless the mesh has both names.
     sizes = {"dp_shard" if axis == "dp" and "dp_shard" not in mesh else axis: size for axis, size in mesh.items()}

@@ -29,7 +29,7 @@ class Request:
 
 def show(targets: Sequence[str], request: Request, json: str | None, figure: str | None = None) -> None:
     """Print the cost of the targets. Errors: UnusableTarget, ValueError."""
-    check_writable(figure=figure, json=json)
+    check_writable({"--links": request.links}, figure=figure, json=json)
     comparisons = compare(targets, request)
     if figure:
         from shardproof.cost.figure import figure as drawn

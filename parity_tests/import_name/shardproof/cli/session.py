@@ -85,7 +85,7 @@ def verify(
     Schemes whose keys are in `first` come first. `fails` is called with each scheme's first failing report, before its
     cause is looked for, and `judged` with the outcome, before the reports are printed.
     """
-    _check_options(options)
+    _check_options(options, targets)
     # A user's code may change the working folder: files are written where the command was started.
     paths = {option: path if path in (None, "-") else os.path.abspath(path) for option, path in options.files.items()}
     folder, cache = os.path.abspath(options.replay_dir or "."), options.jax_cache and os.path.abspath(options.jax_cache)
@@ -408,7 +408,7 @@ def _not_applicable(scheme: Declared, options: VerifyOptions) -> str | None:
     return None
 
 
-def _check_options(options: VerifyOptions) -> None:
+def _check_options(options: VerifyOptions, targets: Sequence[str]) -> None:
     if options.engine not in ENGINES:
         raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
     if options.profile not in profiles.EXAMPLES:
@@ -419,7 +419,8 @@ def _check_options(options: VerifyOptions) -> None:
         module_of(options.implementation)
     if options.types and not is_installed():
         raise ValueError(f"--types needs spmd-types; {INSTALL}")
-    check_writable(**options.files)
+    inputs = {f"the target {target}": target.partition("::")[0] for target in targets}
+    check_writable({"--expected-failures": options.expected_failures, **inputs}, **options.files)
     check_folder(jax_cache=options.jax_cache, replay_dir=options.replay_dir)
 
 

@@ -50,7 +50,7 @@ def read(name: str) -> Sheet:
     path = FOLDER / f"{name}.toml" if name in names() else Path(name)
     if not path.is_file():
         raise ValueError(f"--links {name} is neither a file nor a sheet; the sheets are {', '.join(names())}")
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     try:
         record = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:

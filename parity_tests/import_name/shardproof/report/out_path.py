@@ -14,11 +14,14 @@ ENDINGS = (".png", ".svg", ".pdf")  # accepted endings of a figure's file
 ALWAYS_FILES = ("figure", "csv")  # a path `-` is a file and not standard output
 
 
-def check_writable(**paths: str | None) -> None:
+def check_writable(inputs: Mapping[str, str | None] | None = None, /, **paths: str | None) -> None:
     """Check each option's path, as in `json="out.json"`; None and `-` (standard output) are never rejected.
 
+    `inputs` are the files that the command reads, by how a sentence names them: none may be replaced.
+
     Errors: ValueError for a missing folder, for a path that is a folder or not writable, for more than one `-`, for `-`
-    where standard output is closed, and for two options with the same file.
+    where standard output is closed, for two options with the same file, and for an
+    input.
     """
     to_stdout = [f"--{option} -" for option, path in paths.items() if path == "-" and option not in ALWAYS_FILES]
     if len(to_stdout) > 1:
@@ -30,6 +33,9 @@ def check_writable(**paths: str | None) -> None:
         same = next((other for other in files if other != option and files[other] == file), None)
         if same is not None and not file.startswith("/dev/"):
             raise ValueError(f"--{option} and --{same} are both {paths[option]}; give each a file of its own")
+        read = next((name for name, path in (inputs or {}).items() if path and os.path.realpath(path) == file), None)
+        if read is not None and not file.startswith("/dev/"):
+            raise ValueError(f"--{option} and {read} are both {paths[option]}; give each a file of its own")
     for option, path in paths.items():
         if path is None or (path == "-" and option not in ALWAYS_FILES):
             continue
