@@ -1,14 +1,16 @@
 """@scheme: rejections at declaration and on the first run, with their messages, and entries of the table."""
 
 from dataclasses import FrozenInstanceError
+from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shardproof import integers, mask, offsets, scheme, token_below, verify
+from shardproof import check_cases, integers, mask, offsets, scheme, token_below, verify
 
 
 def logprob(logits, target):
@@ -275,6 +277,23 @@ def test_unknown_names_of_sizes_and_axes_are_rejected():
     with pytest.raises(ValueError) as caught:
         declare(engines=("gloo",)).verify()
     assert str(caught.value) == "scheme 'logprob_over_tp': is declared for gloo only, not lockstep"
-    with pytest.raises(ValueError) as caught:
-        declaration.verify(examples=0)
-    assert str(caught.value) == "scheme 'logprob_over_tp': examples=0; give 1 or more"
+
+
+COUNT, SEED = "give 1 or more", "give a whole number from 0 to 4294967295"
+ARGUMENTS = [("examples", value, COUNT) for value in (0, -1, True, 1.5, "2")]
+ARGUMENTS += [("seed", value, SEED) for value in (-1, 2**32, True, 1.5, "2", None)]
+ARGUMENTS += [("inside_subgroup", value, "give True, False or None") for value in ("no", 1)]
+
+
+@pytest.mark.parametrize(("name", "value", "remedy"), ARGUMENTS)
+def test_an_argument_that_is_wrong_is_named_with_its_remedy(name, value, remedy):
+    calls = [declare().verify]
+    calls += [partial(check_cases, declare())] if name != "seed" else [declare().case]
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call(**{name: value})
+        assert str(caught.value) == f"scheme 'logprob_over_tp': {name}={value!r}; {remedy}"
+
+
+def test_a_whole_number_of_numpy_is_a_seed():
+    assert declare().case(seed=np.int64(3)) == declare().case(seed=3)

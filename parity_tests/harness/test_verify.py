@@ -7,6 +7,7 @@ import torch
 
 from shardproof import ValueMismatch, scheme, values
 from shardproof.compared import NothingCompared
+from shardproof.draw import profiles
 from shardproof.draw.drawing import meshes_left_out
 from shardproof.verification import VALUE_EXAMPLES, check_cases, verify
 
@@ -283,3 +284,11 @@ def test_a_failing_case_of_pytest_is_printed_once(tmp_path, monkeypatch):
     with pytest.raises(ValueMismatch, match="replay: python replay_") as caught:
         check_cases(declared(wrong_in_bfloat16), examples=20, dtype="bfloat16")
     assert not any("CaseSpec(" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_fast_cases_have_the_dtype_and_the_world_that_are_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with profiles.in_force("fast"), pytest.raises(ValueMismatch):
+        check_cases(declared(wrong_in_bfloat16), dtype="bfloat16", inside_subgroup=True)
+    with profiles.in_force("fast"):
+        check_cases(declared(wrong_in_bfloat16), dtype="float32", world=2)

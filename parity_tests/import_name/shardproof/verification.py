@@ -40,6 +40,7 @@ from shardproof.declare.discover import lookup
 from shardproof.declare.draws import Chooser
 from shardproof.declare.keywords import rejects_unknown_keywords
 from shardproof.draw import size_choices
+from shardproof.draw.arguments import check_arguments
 from shardproof.draw.choosers import Choice, RecordingChooser, even_chooser, seeded_chooser
 from shardproof.draw.coverage import pairs_not_drawn, plan
 from shardproof.draw.drawing import draw_case, fitting_meshes, meshes_left_out
@@ -114,8 +115,8 @@ def verify(
         raise ValueError(f"scheme '{scheme.name}': engine {engine!r} is not one of {', '.join(ENGINES)}")
     if engine not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
-    if examples is not None and (not isinstance(examples, int) or examples < 1):
-        raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
+    check_arguments(scheme.name, examples=examples, seed=seed, inside_subgroup=inside_subgroup)
+    seed = int(seed)  # NumPy's would not be written as JSON
     VERIFIED.add(scheme.key)
     kept_traces.forget_if_changed(scheme.reference)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
@@ -376,10 +377,11 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
     from shardproof.draw.reproducible import reproducible_draws
     from shardproof.draw.strategy import every_case
 
+    check_arguments(scheme.name, examples=examples, inside_subgroup=fixed.get("inside_subgroup"))
     count = few(examples) if examples else settings().max_examples
     if profile() == "fast":  # among few examples planned ones meet more conditions than independent draws
-        options = {name: fixed.pop(name) for name in ("dtype", "world", "inside_subgroup") if name in fixed}
-        verify(scheme, engine, count, fixed=fixed, **options).raise_if_failed()
+        named = {name: fixed.pop(name) for name in ("dtype", "world", "inside_subgroup") if name in fixed}
+        verify(scheme, engine, count, fixed=fixed, **named).raise_if_failed()
         return
     # Hypothesis's phase explain would call the test about 100 times more, and the report explains a failure already.
     phases = [phase for phase in settings().phases if phase is not Phase.explain]

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from shardproof.cli import complete
-from shardproof.cli.values import LARGEST_SEED, FigurePath, JsonPath, sizes
+from shardproof.cli.values import FigurePath, JsonPath, sizes
+from shardproof.draw.arguments import LARGEST_SEED
 
 Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16.", autocompletion=complete.of_run("DTYPES"))]
 Mamba = Annotated[

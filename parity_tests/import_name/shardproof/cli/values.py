@@ -48,7 +48,6 @@ Timeout = Annotated[
     ),
 ]
 
-LARGEST_SEED = 2**32 - 1  # torch and NumPy accept slightly more, each its own range
 # Integers from the user: at least 1 rank, at least 0 elements.
 INTEGERS = {
     "--mesh": "a whole number of at least 1, such as tp=4",

@@ -8,7 +8,6 @@ import typer
 
 from shardproof.cli import complete
 from shardproof.cli.values import (
-    LARGEST_SEED,
     Dims,
     FigurePath,
     HtmlPath,
@@ -20,6 +19,7 @@ from shardproof.cli.values import (
     options,
     sizes,
 )
+from shardproof.draw.arguments import LARGEST_SEED
 
 Targets = Annotated[
     list[str] | None,

@@ -17,6 +17,7 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.draws import Chooser
 from shardproof.declare.keywords import nearest_keyword
 from shardproof.draw import calling_conditions, size_choices
+from shardproof.draw.arguments import check_arguments
 from shardproof.draw.choosers import seeded_chooser
 
 DEFAULT_LIMIT = 8
@@ -42,7 +43,8 @@ def one_case(
     scheme: Declared, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **fixed: Any
 ) -> CaseSpec:
     """The case for a seed; see Scheme.case."""
-    return draw_case(scheme, seeded_chooser(seed), fixed, dtype=dtype, engine=engine, seed=seed)
+    check_arguments(scheme.name, seed=seed)
+    return draw_case(scheme, seeded_chooser(seed), fixed, dtype=dtype, engine=engine, seed=int(seed))
 
 
 def draw_case(
