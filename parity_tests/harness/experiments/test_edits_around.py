@@ -4,6 +4,7 @@ import importlib.util
 import sys
 
 import jax.numpy as jnp
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -117,6 +118,7 @@ def rows_of_ids(mesh, weight, ids):
 """
 
 
+@pytest.mark.slow
 def test_a_users_file_is_edited_before_the_functions_that_it_calls(tmp_path):
     """`reduce_scatter` divides rows by a function of another folder, which is no part of the user's."""
     function = module_of(tmp_path / "user.py", ROWS_OF_IDS).rows_of_ids
@@ -166,6 +168,7 @@ def of_a_second_scale(mesh, x, w):
 """
 
 
+@pytest.mark.slow
 def test_a_line_of_the_scheme_shares_the_blame_with_the_code_that_it_calls(tmp_path, monkeypatch):
     """The library keeps the first of two scales, so that leaving out the first call makes it right."""
     monkeypatch.setitem(sys.modules, "first_kept", module_of(tmp_path / "first_kept.py", FIRST_KEPT))

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 
 from shardproof.endings.exit_status import BY_SIGNAL
 
@@ -69,7 +70,7 @@ def settle(files: Sequence[str], status: object) -> None:
 
 def _outputs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each option of a file, with its path."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
         if word == "--":
             return
         option, has_path, path = word.partition("=")
