@@ -14,6 +14,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 os.environ.pop("COLUMNS", None)  # readline sets it in the environment of workers, and pipes would break lines there
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+):  # a command that a shell starts with & ignores it, and its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import settings
@@ -102,14 +106,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def put_long_files_first(items: list[pytest.Item]) -> None:
-    """Long files first, then files of most tests, so that processes that share the files end together."""
+    """Long files first, then files of most tests, so that processes that share the files end together.
+
+    Experiments come before all: they fork the process and search its heap, which the other tests fill.
+    """
     counts = Counter(item.path for item in items)
     folder = Path(__file__).parent
     assert all((folder / name).is_file() for name in LONG_FILES)
 
     def order(item: pytest.Item) -> tuple[int, int, str]:
         name = item.path.relative_to(folder).as_posix() if item.path.is_relative_to(folder) else ""
-        return (LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)), -counts[item.path], name
+        is_early = name.startswith("harness/experiments/")
+        place = -1 if is_early else LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+        return place, -counts[item.path], name
 
     items.sort(key=order)  # stable: the order within a file stays
 
@@ -156,14 +165,6 @@ def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_line_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the search for an edited line, which takes seconds: for tests of earlier notes."""
     monkeypatch.setattr(notes, "name_edited_line", lambda scheme, report, failing, notes: notes)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A command that a shell starts with & ignores SIGINT, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

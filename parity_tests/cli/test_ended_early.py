@@ -112,7 +112,6 @@ declare(alarmed)
 """
 
 
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("name", slow_but(["SIGINT", "SIGXCPU"], ["SIGTERM", "SIGINT", "SIGXCPU", "SIGQUIT"]))
 def test_a_signal_of_a_scheme_to_itself_is_its_own_failure(name):
     file = written("schemes.py", HEAD, TIMES_RANKS, KILLS_ITSELF.replace("{name}", name), RIGHT, **LOCKSTEP)

@@ -394,7 +394,6 @@ def test_no_file_of_ours_takes_the_place_of_a_closed_output():
     assert [report["verdict"] for report in record["reports"]] == ["mismatch", "died"]
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_what_is_judged_before_an_interrupt_is_printed():
     interrupts = "import signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(9)"
     stopping = declared("stopping", at=interrupts, reference="lambda x: bad(x)")

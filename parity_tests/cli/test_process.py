@@ -81,7 +81,7 @@ def test_losing_the_process_that_forks_the_ranks_is_no_traceback(capsys):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_training_run(tmp_path, interruptible):
+def test_ctrl_c_ends_a_training_run(tmp_path):
     """At a terminal it goes to the ranks as well; they say nothing of it."""
     mark = Mark()
     small = [sys.executable, "-m", "parity_tests.training.small"]

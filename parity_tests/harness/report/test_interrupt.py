@@ -53,7 +53,7 @@ def in_a_finalizer(times: int) -> None:
 @pytest.mark.parametrize("where", [in_a_gc_callback, in_a_finalizer])
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_interrupt_that_python_drops_ends_the_run(
-    interruptible: None, where: Callable[[int], None], times: int, capsys: pytest.CaptureFixture[str]
+    where: Callable[[int], None], times: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
     assert guarded(lambda: where(times)) == INTERRUPTED

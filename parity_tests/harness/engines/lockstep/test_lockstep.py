@@ -66,7 +66,6 @@ def loops(mesh: Any, case: CaseSpec) -> None:
     dist.barrier(group=mesh["tp"])
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_no_rank_behind():
     """As in a notebook, whose process goes on."""
     with pytest.raises(KeyboardInterrupt):
