@@ -88,7 +88,6 @@ ANYWHERE = (
     "right only",
     "is zero",
     "hold different copies",
-    OR_CALLED,
 )  # notes on a place, which fit any kind but precision
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 
@@ -97,11 +96,12 @@ def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
     """Whether a note fits a bug of this kind. A note on a place fits every kind but precision.
 
     `lines` are the lines of the injected text, as `file:number`. If a note names lines to edit, or the line that adds
-    an input on each rank, the first one must be among them. A note on a line or on the code that it calls is a note on
-    a place. A backward that is no derivative must stand in their file.
+    an input on each rank, the first one must be among them. A note on a line or the code that it calls claims nothing.
+    A backward that is no derivative must stand in their file.
     """
-    names_lines = note.startswith(RIGHT_ONCE) and OR_CALLED not in note
-    named = NAMED_LINE.findall(note) if names_lines or ADDED_BEFORE in note else []
+    if OR_CALLED in note:
+        return NOTHING
+    named = NAMED_LINE.findall(note) if note.startswith(RIGHT_ONCE) or ADDED_BEFORE in note else []
     if lines and named:
         return TRUE if named[0] in lines else FALSE
     if NO_DERIVATIVE in note:

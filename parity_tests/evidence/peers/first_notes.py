@@ -40,13 +40,9 @@ def findings_of(file: Path) -> list[tuple[Declared, Finding]]:
     return [(scheme, entry) for scheme, entry in entries if isinstance(entry, Finding)]
 
 
-def truth_for(scheme: Declared, finding: Finding, note: str) -> str:
-    """Whether a note is true of a finding.
-
-    A line of the scheme's own file is a call of the project in another way, so its kind alone is compared.
-    """
-    is_of_scheme = f"{base(scheme.file)}:" in note
-    return truth(finding.kind, note, () if is_of_scheme else [base(line) for line in finding.lines])
+def truth_for(finding: Finding, note: str) -> str:
+    """Whether a note is true of a finding."""
+    return truth(finding.kind, note, [base(line) for line in finding.lines])
 
 
 def main() -> None:
@@ -58,7 +54,7 @@ def main() -> None:
                 note = first_note(scheme)
                 if note is None:
                     continue
-                verdict = truth_for(scheme, finding, note)
+                verdict = truth_for(finding, note)
                 counted[verdict] += 1
                 print(f"{verdict}: {identifier(file, scheme.name)} ({finding.kind}): {note}", flush=True)
     claims = counted[TRUE] + counted[FALSE]
