@@ -6,6 +6,7 @@ outcome. A worker that dies costs its scheme alone, and another takes its place.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import tempfile
@@ -21,6 +22,8 @@ from shardproof.declare.declared import Declared
 from shardproof.endings import exits
 from shardproof.endings.exit_status import RANK_FAILED
 from shardproof.endings.raised import pass_interrupt
+from shardproof.engines.collector import collect_rarely
+from shardproof.engines.last_act import flush
 from shardproof.engines.processes import crash, orphans
 from shardproof.engines.processes.root_cause import ending
 from shardproof.report.guard import sentence_of
@@ -120,11 +123,16 @@ class _Worker:
 def _serve(connection: Connection, log: str, parent: int) -> None:
     """In a worker: verify schemes until the parent has no more."""
     orphans.tie(parent)
+    collect_rarely()
     crash.record(Path(log) / "crash")
     exits.install(lambda text: Path(log, "noted").write_text(text, encoding="utf-8"))
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             connection.send(_one(*connection.recv()))
+    # A heap with torch, JAX and all schemes would take three seconds to take down, which the parent would wait for.
+    atexit._run_exitfuncs()
+    flush()
+    exits.leave(0)
 
 
 def _one(file: str, name: str, key: str, examples: int) -> session.Outcome:
