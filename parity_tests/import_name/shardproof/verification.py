@@ -48,6 +48,7 @@ from shardproof.draw.long_case import long_case
 from shardproof.draw.profiles import EXAMPLES, SHAPES, few, profile
 from shardproof.endings import exits
 from shardproof.endings.raised import pass_interrupt
+from shardproof.engines.collector import collecting_rarely
 from shardproof.engines.failure import Stalled
 from shardproof.engines.modes import outside_modes
 from shardproof.engines.processes import pool
@@ -86,6 +87,7 @@ class Search:
 @rejects_unknown_keywords
 @exits.raised()
 @outside_modes()
+@collecting_rarely()
 def verify(
     scheme: Declared,
     engine: str = "lockstep",
