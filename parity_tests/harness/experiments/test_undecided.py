@@ -297,6 +297,45 @@ def test_a_wrong_mixture_of_experts_is_a_mismatch():
     assert mixture(1.25).verify(examples=10).verdict == "mismatch"
 
 
+def clipped_ratio(function, **more):
+    """The smaller of a ratio of probabilities and the ratio between 0.8 and 1.2, whose gradient jumps there."""
+    return scheme(
+        reference=lambda new, old: jnp.minimum(jnp.exp(new - old), jnp.clip(jnp.exp(new - old), 0.8, 1.2)),
+        mesh={"tp": (1,)}, inputs={"new": "b v tp=I", "old": "b v tp=I"}, outputs="b v tp=I", nograd=("old",),
+        dims={"b": (8,), "v": (512,)}, dtypes=("bfloat16",), draw=dict.fromkeys(("new", "old"), values("normal")),
+        **more,
+    )(lambda mesh, new, old: function((new - old).exp()))  # fmt: skip
+
+
+def least_of(low, high):
+    return lambda ratio: torch.minimum(ratio, ratio.clamp(low, high))
+
+
+def test_a_jump_within_the_rounding_of_an_intermediate_is_undecided():
+    """A ratio of 1.206 and the limit of 1.2 are the same number in bfloat16."""
+    declaration = clipped_ratio(least_of(0.8, 1.2))
+    reports = [verify_case(declaration, declaration.case(seed=seed)) for seed in range(4)]
+    assert any(report.failed for report in reports)
+    marked = [report if report.ok else mark_undecided(declaration, report) for report in reports]
+    assert not any(report.failed for report in marked)
+    assert {report.undecided_reason for report in marked if report.is_undecided} == {CHOICE}
+
+
+@pytest.mark.parametrize(
+    ("function", "promise"),
+    [
+        pytest.param(least_of(0.8, 1.25), {}, id="another limit"),
+        pytest.param(lambda ratio: ratio.clamp(0.8, 1.2), {}, id="no minimum"),
+        pytest.param(lambda ratio: least_of(0.8, 1.2)(ratio * 1.01), {}, id="a hundredth more"),
+        pytest.param(least_of(0.8, 1.2), {"sums": "float32"}, id="promised in float32"),
+    ],
+)
+def test_a_mistake_beside_such_a_jump_is_a_mismatch(function, promise):
+    declaration = clipped_ratio(function, **promise)
+    report = verify_case(declaration, declaration.case(seed=0))
+    assert mark_undecided(declaration, report).verdict == "mismatch"
+
+
 def test_under_hypothesis_an_undecided_example_is_replaced_by_another():
     declaration, judged = greatest(), []
 

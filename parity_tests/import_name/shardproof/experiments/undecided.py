@@ -31,7 +31,7 @@ from shardproof.experiments.neighbours import (
     neighbours,
 )
 from shardproof.judge import compare
-from shardproof.judge.reference import Reference
+from shardproof.judge.reference import Reference, evaluate, operation_unit
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
@@ -92,11 +92,28 @@ def _jumps_as_far(scheme: Declared, case: CaseSpec, tensors: Sequence[compare.Te
         return True
     # Moving an infinity is not rounding: among equal infinities only the gradient is a matter of convention.
     of_gradients = [each for each in ranges if each.tensor.role == "gradient"]
-    if any(each.unexplained().any() for each in ranges if each not in of_gradients):
+    is_gradient = not any(each.unexplained().any() for each in ranges if each not in of_gradients)
+    if is_gradient and has_equal_infinities(scheme, case):
+        return _is_explained(of_gradients, scheme, case, neighbours(scheme, case, infinities=True))
+    return _jumps_if_stored(scheme, case, tensors)
+
+
+def _jumps_if_stored(scheme: Declared, case: CaseSpec, tensors: Sequence[compare.TensorComparison]) -> bool:
+    """Whether each wrong element lies there once operations, too, round to the tested dtype.
+
+    A wrong element that this many roundings explain without a jump is a mismatch: the scheme does not declare them.
+    """
+    stored = replace(scheme, roundings=2)
+    if scheme.roundings > 1 or scheme.sums or operation_unit(stored, case) == operation_unit(scheme, case):
         return False
-    if not has_equal_infinities(scheme, case):
-        return False
-    return _is_explained(of_gradients, scheme, case, neighbours(scheme, case, infinities=True))
+    reference = evaluate(stored, Program.of(stored), case)
+    for tensor in tensors:
+        values, spread = _values_and_spread(reference, tensor)
+        budgets = compare.element_budgets_at(stored, case, tensor, values, spread)
+        if (compare.wrong_elements(tensor) & ~compare.wrong_elements(replace(tensor, element_budgets=budgets))).any():
+            return False
+    ranges = [_Range(tensor, scheme, case) for tensor in tensors]
+    return _is_explained(ranges, stored, case, neighbours(stored, case))
 
 
 def _is_explained(
@@ -116,6 +133,15 @@ def _is_explained(
     return False
 
 
+def _values_and_spread(reference: Reference, tensor: compare.TensorComparison) -> tuple[np.ndarray, np.ndarray]:
+    """A reference's values of this tensor, and how far rounding moves them."""
+    of_role = (reference.outputs, reference.output_spread)
+    if tensor.role == "gradient":
+        of_role = (reference.gradients, reference.gradient_spread)
+    values, spread = (np.asarray(each.get(tensor.name, 0.0)) for each in of_role)
+    return values, spread
+
+
 class _Range:
     """The range of the reference's values for one tensor, element by element, with their budgets."""
 
@@ -129,10 +155,7 @@ class _Range:
 
     def include(self, reference: Reference, is_near: bool) -> None:
         """Extend the range by the values of another reference; a near one uses its own budget."""
-        of_role = (reference.outputs, reference.output_spread)
-        if self.tensor.role == "gradient":
-            of_role = (reference.gradients, reference.gradient_spread)
-        values, spread = (np.asarray(each.get(self.tensor.name, 0.0)) for each in of_role)
+        values, spread = _values_and_spread(reference, self.tensor)
         budgets = self.tensor.element_budgets
         if is_near and not self.tensor.argument.is_integer:
             budgets = compare.element_budgets_at(self._scheme, self._case, self.tensor, values, spread)

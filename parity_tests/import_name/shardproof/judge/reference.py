@@ -195,7 +195,7 @@ def _call(
     tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
     storage = storage_of(case.dtype) if scheme.sums else None
-    additions = _unit_of_additions(scheme, case) / _unit_of_operations(scheme, case)
+    additions = _unit_of_additions(scheme, case) / operation_unit(scheme, case)
     if signature in programs:
         program, structure = programs[signature]
         with np.errstate(all="ignore"):
@@ -343,13 +343,13 @@ def _directions(scheme: Declared, case: CaseSpec, prefix: str, tensors: Mapping[
 def _tangent_errors(scheme: Declared, case: CaseSpec) -> np.ndarray:
     """For each direction, relative errors of the operations: random signs times the unit roundoff of one operation."""
     signs = 2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
-    return _unit_of_operations(scheme, case) * signs
+    return operation_unit(scheme, case) * signs
 
 
 def operation_errors(scheme: Declared, case: CaseSpec, name: str) -> np.ndarray:
     """Relative errors that the reference's operations could actually make, different for each name."""
     signs = 2.0 * inputs.generator(case, name).integers(0, 2, size=POOL) - 1.0
-    return _unit_of_operations(scheme, case) * signs
+    return operation_unit(scheme, case) * signs
 
 
 def unit_of_inputs(scheme: Declared, case: CaseSpec) -> float:
@@ -361,7 +361,7 @@ def unit_of_inputs(scheme: Declared, case: CaseSpec) -> float:
     return accumulator_roundoff(case.dtype) if scheme.sums else UNIT_ROUNDOFF[case.dtype]
 
 
-def _unit_of_operations(scheme: Declared, case: CaseSpec) -> float:
+def operation_unit(scheme: Declared, case: CaseSpec) -> float:
     """Intermediates have the accumulation dtype, unless the scheme says that some are stored in a narrower dtype."""
     if scheme.inside:
         return max(UNIT_ROUNDOFF[scheme.inside], accumulator_roundoff(case.dtype))
@@ -371,7 +371,7 @@ def _unit_of_operations(scheme: Declared, case: CaseSpec) -> float:
 
 def _unit_of_additions(scheme: Declared, case: CaseSpec) -> float:
     """Libraries may add rows of one index in the dtype of the tensor; sums that are promised in float32 are not."""
-    return max(unit_of_inputs(scheme, case), _unit_of_operations(scheme, case))
+    return max(unit_of_inputs(scheme, case), operation_unit(scheme, case))
 
 
 def _spread(value: Any, derivatives: Any) -> np.ndarray:
