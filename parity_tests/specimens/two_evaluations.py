@@ -19,8 +19,11 @@ HALF_THE_DIGITS = 2.0**-26  # of float64: a spread, over eight directions, is it
 MAX_OPERATIONS = 500  # XLA compiles the derivative of a longer function for seconds, so it gives only the values
 
 
-def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray]) -> list[str]:
-    """The differences between two evaluations of a traced function; floating inputs move by one of their roundoffs."""
+def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray], roundings: int = 1) -> list[str]:
+    """The differences between two evaluations of a traced function; floating inputs move by one of their roundoffs.
+
+    `roundings` is the number that the function's scheme declares: a long recurrence rounds more often.
+    """
     arrays = [np.asarray(array) for array in arrays]
     has_tangent = [array.dtype.kind == "f" for array in arrays]
     random = np.random.default_rng(0)
@@ -48,7 +51,7 @@ def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray]) -> list[str]:
             differences.append(f"output {i} is {value.dtype}{value.shape}, traced as {aval}")
             continue
         spread, want_spread = (np.zeros(aval.shape) if t is None else _rms(t) for t in (tangent, want_tangent))
-        if not _same_values(value, want, want_spread, terms):
+        if not _same_values(value, want, want_spread, terms, roundings):
             differences.append(f"output {i} is {value}, {want} by XLA, spread {want_spread}")
         if not _same_spread(spread, want_spread, lost):
             differences.append(f"output {i} has the spread {spread}, {want_spread} by XLA")
@@ -57,14 +60,14 @@ def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray]) -> list[str]:
     return differences
 
 
-def _same_values(value: np.ndarray, want: np.ndarray, spread: np.ndarray, terms: int) -> bool:
+def _same_values(value: np.ndarray, want: np.ndarray, spread: np.ndarray, terms: int, roundings: int) -> bool:
     """Whether values differ by less than a float64 sum's budget; integers, infinities and NaN must be equal."""
     if value.dtype.kind != "f":
         return bool((value == want).all())
     with np.errstate(invalid="ignore"):
         distance = np.abs(value - want)
     same = (value == want) | (np.isnan(value) & np.isnan(want))
-    return bool((same | (distance <= element_budgets(want, spread, terms, "float64", "float64", 1, U))).all())
+    return bool((same | (distance <= element_budgets(want, spread, terms, "float64", "float64", roundings, U))).all())
 
 
 def _same_spread(spread: np.ndarray, want: np.ndarray, lost: float) -> bool:

@@ -46,7 +46,7 @@ def test_numpy_and_xla_agree(scheme, traced):
     case = draw_case(scheme, seeded_chooser(0), {}, seed=0, limit=SHAPES)
     reference.evaluate(scheme, Program.of(scheme), case)
     [(closed, arrays)] = traced
-    assert evaluated_twice(closed, arrays) == []
+    assert evaluated_twice(closed, arrays, scheme.roundings) == []
 
 
 def test_as_many_references_as_there_are():
