@@ -283,6 +283,16 @@ def test_list(shardproof):
     assert json.loads(Path("out.json").read_text()) == [record] and out.startswith("vocab_parallel_logprob\n")
 
 
+def test_schemes_are_listed_by_the_function_that_they_verify(shardproof):
+    package, name = "torch_impl.vocab_parallel", "DistributedCrossEntropy"
+    listed = shardproof("list", name, "-q")[1].split()
+    assert {"distributed_cross_entropy", "cross_entropy_near_its_end"} <= set(listed)
+    assert listed == shardproof("list", f"{package}.{name}", "-q")[1].split()
+    records = json.loads(shardproof("list", name, "--json")[1])
+    assert all(f"{package}.{name}" in record["verifies"] for record in records)
+    assert shardproof("list", name)[1].count(f"    {package}.{name}\n") == len(listed)
+
+
 def test_list_of_a_file_or_a_folder(shardproof):
     Path("below").mkdir()
     file = written("below/two.py", RIGHT, WRONG)

@@ -179,9 +179,10 @@ def test_names_alone(shardproof):
 
 def test_a_table_in_a_pipe_has_all_its_columns(shardproof, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    first, second = shardproof("list", "vocab_parallel_logprob")[1].splitlines()[:2]
-    assert first.split() == ["scheme", "mesh", "specs", "reference", "and", "file"]
-    assert "tp: 1, 2, 3, 4" in second and "jax_ref.vocab_parallel.reference.logprob" in second
+    first, second, third = shardproof("list", "vocab_parallel_logprob")[1].splitlines()[:3]
+    assert first.split() == ["scheme", "mesh", "specs", "function,", "reference", "and", "file"]
+    assert "tp: 1, 2, 3, 4" in second and "torch_impl.vocab_parallel.vocab_parallel_logprob" in second
+    assert "jax_ref.vocab_parallel.reference.logprob" in third
 
 
 @pytest.mark.parametrize("columns", ["80", None])

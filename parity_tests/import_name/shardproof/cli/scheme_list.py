@@ -46,7 +46,9 @@ def _of_path(target: str) -> list[scheme_index.Entry]:
 
 def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
     schemes = scheme_index.entries()
-    named = [entry for entry in schemes if fnmatch(entry.name, pattern)]
+    named = [entry for entry in schemes if fnmatch(entry.name, pattern)] or [
+        entry for entry in schemes if any(fnmatch(name, pattern) for name in _functions(entry))
+    ]
     entries = [entry for entry in named if everything or entry.public]
     if not entries:
         from shardproof.declare import discover
@@ -58,11 +60,18 @@ def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
     return entries
 
 
+def _functions(entry: scheme_index.Entry) -> list[str]:
+    """The functions that a scheme verifies, with and without their package."""
+    return [*entry.verifies, *(function.rpartition(".")[2] for function in entry.verifies)]
+
+
 def _stacked(entry: scheme_index.Entry) -> str:
     """A scheme on its own lines, for narrow terminals and pipes: no table breaks its specs and paths."""
     mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
     indent = "\n    "
-    return indent.join([entry.name, mesh, *_specs(entry), entry.reference, f"{entry.file}:{entry.line}"])
+    return indent.join(
+        [entry.name, mesh, *_specs(entry), *entry.verifies, entry.reference, f"{entry.file}:{entry.line}"]
+    )
 
 
 def _specs(entry: scheme_index.Entry) -> list[str]:
@@ -72,7 +81,7 @@ def _specs(entry: scheme_index.Entry) -> list[str]:
 
 def _table(entries: Sequence[scheme_index.Entry]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("scheme", "mesh", "specs", "reference and file"):
+    for column in ("scheme", "mesh", "specs", "function, reference and file"):
         table.add_column(column, overflow="fold", no_wrap=column == "scheme")
     for entry in entries:
         mesh = "\n".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
@@ -80,7 +89,7 @@ def _table(entries: Sequence[scheme_index.Entry]) -> Table:
             entry.name,
             mesh,
             "\n".join(_specs(entry)),
-            f"{entry.reference}\n{entry.file}:{entry.line}",
+            "\n".join([*entry.verifies, entry.reference, f"{entry.file}:{entry.line}"]),
             end_section=True,
         )
     return table

@@ -42,6 +42,7 @@ SHAPES = {
  {"name": "vocab_parallel_logprob", "mesh": {"tp": [1, 2, 3, 4]},
   "inputs": {"logits": "b s v/tp:ragged", "target": "b s"}, "outputs": {"out": "b s tp=I"},
   "dtypes": ["float32"], "engines": ["lockstep"], "reference": "jax_ref.vocab_parallel.reference.logprob",
+  "verifies": ["torch_impl.vocab_parallel.vocab_parallel_logprob"],
   "file": "parity_tests/vocab_parallel/test_logprob.py:30"}
 ]
 """,

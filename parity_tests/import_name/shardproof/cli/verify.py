@@ -190,7 +190,7 @@ def list_schemes(
     target: Annotated[
         str,
         typer.Argument(
-            help="A file, file.py::name, a folder, or a glob over names of built-in schemes.",
+            help="A file, file.py::name, a folder, or a glob over built-in schemes and the functions that they verify.",
             autocompletion=complete.targets,
         ),
     ] = "*",

@@ -34,7 +34,8 @@ MAX_FILES = 8  # indexes to keep: each checkout and environment has its own
 class Entry:
     """A built-in scheme: its key in the table, its file relative to the root, and its arguments.
 
-    `public` says whether it verifies a public function or class, see `public_names.is_public`.
+    `public` says whether it verifies a public function or class, see `public_names.is_public`; `verifies` has the names
+    of these, except records of arguments.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Entry:
     dtypes: list[str]
     engines: list[str]
     reference: str
+    verifies: list[str]
     public: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +59,7 @@ class Entry:
 
 def entry_of(scheme: Declared) -> Entry:
     """The entry of an imported scheme, built-in or a user's."""
-    from shardproof.implementation.public_names import is_public
+    from shardproof.implementation.public_names import is_public, public_names_of
 
     reference = getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
     path = Path(scheme.file)
@@ -72,6 +74,7 @@ def entry_of(scheme: Declared) -> Entry:
         dtypes=list(scheme.dtypes),
         engines=list(scheme.engines),
         reference=f"{scheme.reference.__module__}.{reference}",
+        verifies=[f"{each.package}.{each.name}" for each in public_names_of(scheme.fn) if not each.carries_arguments],
         public=is_public(scheme.fn),
     )
 
