@@ -336,6 +336,35 @@ def test_a_mistake_beside_such_a_jump_is_a_mismatch(function, promise):
     assert mark_undecided(declaration, report).verdict == "mismatch"
 
 
+def hidden_layer(function, **more):
+    """A layer whose products may underflow: its relu is then at 0, where the reference has a small number."""
+    return scheme(
+        reference=lambda x, w: jax.nn.relu(x @ w).sum(-1), mesh={"tp": (1,)}, inputs={"x": "b d tp=I", "w": "d h tp=I"},
+        outputs="b tp=I", dims={"d": (1, 5), "h": (1, 8)}, **{"dtypes": ("float32", "bfloat16"), **more},
+    )(lambda mesh, x, w: function(x @ w).sum(-1))  # fmt: skip
+
+
+def tiny(declaration, dtype, **sizes):
+    case = declaration.case(dtype=dtype, b=3, **sizes)
+    return case.replace(values={name: {"kind": "tiny"} for name in ("x", "w")})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("h", [1, 8])
+@pytest.mark.parametrize("d", [1, 5])
+def test_a_kink_that_a_product_reaches_by_underflow_is_undecided(d, h, dtype):
+    declaration = hidden_layer(torch.relu)
+    report = verify_case(declaration, tiny(declaration, dtype, d=d, h=h))
+    assert report.failed and mark_undecided(declaration, report).undecided_reason == CHOICE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_that_underflow_excuse_no_other_gradient(dtype):
+    declaration = hidden_layer(lambda x: 1.5 * x)
+    report = verify_case(declaration, tiny(declaration, dtype, d=5, h=8))
+    assert mark_undecided(declaration, report).verdict == "mismatch"
+
+
 def test_under_hypothesis_an_undecided_example_is_replaced_by_another():
     declaration, judged = greatest(), []
 

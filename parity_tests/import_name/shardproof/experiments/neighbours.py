@@ -1,8 +1,8 @@
 """Neighbours of a case: the same inputs a rounding or two away, to see how far the reference jumps between them.
 
 A number is changed by its own rounding. Equal numbers are separated by the rounding of typical numbers, because ties
-are where choices are made, and a zero leaves its place, where many functions have a kink; equal infinities, which no
-small step separates, become distinct large numbers.
+are where choices are made, and a zero leaves its place, where many functions have a kink; a product below the tested
+dtype's numbers may be zero; equal infinities, which no small step separates, become distinct large numbers.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ from shardproof.declare.declared import Declared
 from shardproof.declare.draws import max_drawn
 from shardproof.draw import inputs
 from shardproof.engines.program import Program
+from shardproof.judge.compare import lost_below
 from shardproof.judge.reference import UNIT_ROUNDOFF, Reference, evaluate, operation_errors, unit_of_inputs
+from shardproof.judge.rounding import Underflow
 
 NEIGHBOURS = 16
 MAX_ROUNDINGS = 2.0  # largest change of an input in roundings; a budget allows eight
+UNDERFLOW = (1.0, 0.0, -1.0)  # a product that the tested dtype has not is kept, is 0, or falls on the other side of 0
 INFINITY_RATIO = 8.0  # last over first of separated infinities
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Inputs a rounding away, and relative errors for the values of the reference's operations."""
+    """Inputs a rounding away, and errors for the values of the reference's operations: relative ones, and underflow."""
 
     arrays: dict[str, np.ndarray]
     value_errors: np.ndarray
+    underflow: Underflow
     is_near: bool  # no infinity was separated
 
     def reference(self, scheme: Declared, case: CaseSpec) -> Reference:
-        return evaluate(scheme, Program.of(scheme, arrays=self.arrays), case, self.value_errors)
+        return evaluate(scheme, Program.of(scheme, arrays=self.arrays), case, self.value_errors, self.underflow)
 
 
 def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) -> Iterator[Neighbour]:
@@ -47,7 +51,9 @@ def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) ->
             if not arg.is_integer:
                 rng = inputs.generator(case, f"moved {direction} {arg.name}")
                 arrays[arg.name] = _neighbour(full[arg.name], case, unit, direction, rng, infinities)
-        yield Neighbour(arrays, operation_errors(scheme, case, f"operations {direction}"), not infinities)
+        underflow = Underflow(lost_below(case.dtype), UNDERFLOW[direction % len(UNDERFLOW)])
+        errors = operation_errors(scheme, case, f"operations {direction}")
+        yield Neighbour(arrays, errors, underflow, not infinities)
 
 
 def has_equal_infinities(scheme: Declared, case: CaseSpec) -> bool:

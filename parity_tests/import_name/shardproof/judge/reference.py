@@ -26,7 +26,7 @@ from shardproof.endings.raised import first_line_of, pass_interrupt
 from shardproof.engines.ledger import at_users_line
 from shardproof.engines.program import Program
 from shardproof.judge import bridge, kept_traces
-from shardproof.judge.rounding import POOL, evaluator
+from shardproof.judge.rounding import POOL, Underflow, evaluator
 from shardproof.judge.step import DIRECTIONS
 from shardproof.judge.storage import storage_of
 
@@ -80,7 +80,13 @@ def reference_input(addends: np.ndarray) -> ReferenceInput:
     return ReferenceInput(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
 
 
-def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: np.ndarray | None = None) -> Reference:
+def evaluate(
+    scheme: Declared,
+    program: Program,
+    case: CaseSpec,
+    value_errors: np.ndarray | None = None,
+    underflow: Underflow | None = None,
+) -> Reference:
     """Evaluate the reference on one case; `value_errors` are errors of its operations, see `operation_errors`.
 
     Errors: ReferenceFailure, with the reference's own exception as its cause.
@@ -97,7 +103,7 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: n
     # 3. Values and gradients, and the change of each element under random rounding of x, c and every intermediate.
     directions = _directions(scheme, case, "", floating), _directions(scheme, case, "c ", cotangents)
     ((y, g), aux), ((dy, dg), _) = _call(
-        scheme, case, (fixed, x, c), directions, _tangent_errors(scheme, case), value_errors
+        scheme, case, (fixed, x, c), directions, _tangent_errors(scheme, case), value_errors, underflow
     )
     return Reference(
         {name: np.array(value) for name, value in {**y, **aux}.items()},
@@ -177,6 +183,7 @@ def _call(
     directions: Any,
     tangent_errors: np.ndarray,
     value_errors: np.ndarray | None = None,
+    underflow: Underflow | None = None,
 ) -> Any:
     """Values and tangents from the traced program of this signature; times its first call."""
     import jax
@@ -196,10 +203,11 @@ def _call(
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
     storage = storage_of(case.dtype) if scheme.sums else None
     additions = _unit_of_additions(scheme, case) / operation_unit(scheme, case)
+    how = {"storage": storage, "additions": additions, "underflow": underflow}
     if signature in programs:
         program, structure = programs[signature]
         with np.errstate(all="ignore"):
-            results = program(*flat, storage=storage, additions=additions)
+            results = program(*flat, **how)
     else:
         # The first call of a signature traces, which is most of a reference's cost.
         start = time.perf_counter()
@@ -207,7 +215,7 @@ def _call(
         try:
             with np.errstate(all="ignore"):
                 program, structure = _build(scheme, keywords, output_shapes, unused, arrays)
-                results = program(*flat, storage=storage, additions=additions)
+                results = program(*flat, **how)
         except ReferenceFailure:
             raise
         except BaseException as error:

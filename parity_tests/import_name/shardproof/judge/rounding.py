@@ -137,6 +137,14 @@ class Trace:
         self.operations = used[::-1]
 
 
+@dataclass(frozen=True)
+class Underflow:
+    """What becomes of an operation's result below `limit`: it is multiplied by `factor`."""
+
+    limit: float
+    factor: float
+
+
 class TracedProgram:
     """A trace with a rule bound to every operation: computes values, and tangents in all directions at once."""
 
@@ -166,6 +174,7 @@ class TracedProgram:
         value_errors: Any = None,
         storage: Storage | None = None,
         additions: float = 0.0,
+        underflow: Underflow | None = None,
     ) -> tuple[list, list]:
         """Values and tangents of the outputs, None for an output without a tangent.
 
@@ -173,6 +182,7 @@ class TracedProgram:
         place. `tangent_errors` has one such row for each direction, added to the tangents; `value_errors` is one row,
         which is added to the values. Numbers that the reference marks as stored are rounded as `storage` says.
         `additions` is the rounding of a sum over repeated indices, in units of the other operations' rounding.
+        With `value_errors`, results that underflow are as `underflow` says.
         """
         value: list[Any] = list(self._trace.constants)
         tangent: list[Any] = [None] * len(value)
@@ -190,9 +200,11 @@ class TracedProgram:
                 size = self._size(y, operation.equation.primitive.name) if number else None
                 if operation.additions is not None and additions:
                     size = self._xp.abs(size) + additions * operation.additions(y, *(value[i] for i in operands))
-                value[index] = (
-                    y if value_errors is None or size is None else self._off_by(y, size, value_errors, number)
-                )
+                if value_errors is not None and size is not None:
+                    y = self._off_by(y, size, value_errors, number)
+                    if underflow is not None:
+                        y = self._xp.where(self._xp.abs(y) < underflow.limit, underflow.factor * y, y)
+                value[index] = y
                 t = self._exact_where_infinite(y, t)
                 tangent[index] = t if size is None else self._with_error(size, t, tangent_errors, number)
             for index in operation.last_used:
@@ -271,4 +283,6 @@ def by_xla(trace: Trace, has_tangent: Sequence[bool], compiler_options: Callable
     import jax.numpy as jnp
 
     program = TracedProgram(trace, has_tangent, lambda equation: by_jax, jnp)
-    return jax.jit(program.__call__, compiler_options=compiler_options(), static_argnames=("storage", "additions"))
+    return jax.jit(
+        program.__call__, compiler_options=compiler_options(), static_argnames=("storage", "additions", "underflow")
+    )
