@@ -10,7 +10,7 @@ from parity_tests.specimens.small_scheme import summed
 from shardproof import mask, scheme, values
 from shardproof.declare.case import CaseSpec
 from shardproof.experiments.notes import check_notes
-from shardproof.experiments.own_shards import ADDED, AVERAGED, OWN, name_own_shards
+from shardproof.experiments.own_shards import ADDED, AVERAGED, OWN, SIDE_BY_SIDE, name_own_shards
 from shardproof.verify_one_case import verify_case
 
 NORMAL = {"kind": "normal"}
@@ -45,6 +45,25 @@ def first_notes(declaration, **dims):
 def test_a_function_of_the_full_dim_on_each_shard(function, reference):
     declaration = declared(lambda mesh, x: function(x), reference, {"x": "b d/tp"}, "b d/tp")
     assert first_notes(declaration, b=3, d=8) == {"out": OWN, "d/d x": OWN}
+
+
+@pytest.mark.parametrize(
+    ("function", "reference"),
+    [
+        (lambda x: x.cumsum(-1), lambda x: jnp.cumsum(x, -1)),
+        (lambda x: x.sigmoid().cumprod(-1), lambda x: jnp.exp(jnp.cumsum(jnp.log(jax.nn.sigmoid(x)), -1))),
+    ],
+)
+def test_shards_that_are_gathered_after_a_function_of_each(function, reference):
+    """A product that starts again has larger elements than the reference at the same places."""
+
+    def gathered(mesh, x):
+        parts = [torch.empty_like(x) for _ in range(mesh.size("tp"))]
+        dist.all_gather(parts, function(x).contiguous(), group=mesh["tp"])
+        return torch.cat(parts, -1)
+
+    declaration = declared(gathered, reference, {"x": "b d/tp"}, "b d tp=I", nograd=("x",))
+    assert first_notes(declaration, b=3, d=8) == {"out": f"{SIDE_BY_SIDE}d"}
 
 
 def masked_mean(x, keep):

@@ -27,6 +27,7 @@ from shardproof.report.report import Report
 OWN = "each rank computes the reference of its own shard"
 ADDED = "the ranks' references of their own shards are added up, as where a mean divides by a local count"
 AVERAGED = "the ranks' references of their own shards are averaged, as where a mean divides by a local count"
+SIDE_BY_SIDE = "the ranks' references of their own shards stand side by side along "  # a dim
 Notes = Mapping[str, tuple[Note, ...]]
 
 
@@ -56,6 +57,11 @@ def name_own_shards(scheme: Declared, report: Report, failing: Sequence[Report],
                 continue  # the term that is added on every rank says more
             by_label[label] = (*strong, Note(common[0], OBSERVED), *(other for other in rest if other not in strong))
     return by_label
+
+
+def is_of_own_shards(note: str) -> bool:
+    """Whether a note says how a tensor follows from the references of the ranks' own shards."""
+    return note.startswith((OWN, ADDED, AVERAGED, SIDE_BY_SIDE))
 
 
 def _is_zero(reports: Sequence[Report], label: str) -> bool:
@@ -121,6 +127,21 @@ def _fitting(
             yield ADDED
         if _agrees(scheme, case, at, tensor, tensor.got * count, total):
             yield AVERAGED
+        dim = _dim_of_parts(tensor.got, [own for _, _, own in triples])
+        if dim is not None:
+            joined = np.concatenate([own for _, _, own in triples], dim)
+            if _agrees(scheme, case, at, tensor, tensor.got, joined):
+                yield f"{SIDE_BY_SIDE}{tensor.argument.spec.dims[dim].name or f'dim {dim}'}"
+
+
+def _dim_of_parts(whole: np.ndarray, parts: Sequence[np.ndarray]) -> int | None:
+    """The dim along which the parts may make up a tensor: their only dim of another length than the tensor's."""
+    first = parts[0]
+    dims = [dim for dim in range(whole.ndim) if first.ndim == whole.ndim and first.shape[dim] != whole.shape[dim]]
+    if len(dims) != 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
+        return None
+    others = {tuple(np.delete(each.shape, dims)) for each in (whole, *parts)}
+    return dims[0] if len(others) == 1 else None
 
 
 def _of_rank(scheme: Declared, program: Program, case: CaseSpec, at: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -142,7 +163,9 @@ def _of_rank(scheme: Declared, program: Program, case: CaseSpec, at: Mapping[str
         return {name: outputs[name] for name in cotangents}, outputs
 
     def both(own: Mapping[str, Any], c: Mapping[str, Any]) -> Any:
-        _, pullback, outputs = jax.vjp(values, own, has_aux=True)
+        smooth, pullback, outputs = jax.vjp(values, own, has_aux=True)
+        if any(smooth[name].shape != each.shape for name, each in c.items()):
+            return outputs, {}  # a gathered output has no cotangent for the rank's part alone
         return outputs, pullback(c)[0]
 
     with jax.numpy_dtype_promotion("standard"):  # integers become floats; narrow floats were rejected before
@@ -167,11 +190,15 @@ def _cotangent(scheme: Declared, program: Program, arg: Argument, case: CaseSpec
 def _agrees(
     scheme: Declared, case: CaseSpec, at: Mapping[str, int], tensor: TensorComparison, got: np.ndarray, want: np.ndarray
 ) -> bool:
-    """Whether a rank's numbers are within the budgets of its part of a tensor, which grow with larger numbers."""
+    """Whether a rank's numbers are within the budgets of its part of a tensor, which grow with larger numbers.
+
+    An element may be larger than the tensor's, as where a product starts again: then the usual relative budget counts.
+    """
     if got.shape != want.shape or not np.isfinite(want).all():
         return False
     budgets = inputs.piece(tensor.argument, tensor.element_budgets, case, at, scheme.layouts)
     of_global = inputs.piece(tensor.argument, np.abs(tensor.want), case, at, scheme.layouts)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         growth = max(1.0, np.abs(want).max(initial=0.0) / max(of_global.max(initial=0.0), np.finfo(float).tiny))
-        return bool((np.abs(got - want) <= budgets * growth).all())
+        relative = np.median((budgets / of_global)[of_global > 0]) if of_global.any() else 0.0
+        return bool((np.abs(got - want) <= np.maximum(budgets * growth, relative * np.abs(want))).all())
