@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from parity_tests.harness.experiments.test_edited_lines import first_note
 from parity_tests.specimens.noted_scheme import declared
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import token_below, values
-from shardproof.experiments.edited_lines import OR_CALLED, _files_around
+from shardproof.experiments.edited_lines import OR_CALLED, _files_around, _leads_around_torch
 from shardproof.experiments.edited_programs import RIGHT_ONCE
+from shardproof.experiments.line_edits import edits_of
 from shardproof.experiments.live_objects import caches
 from shardproof.experiments.notes import check_notes
 from shardproof.experiments.running_lines import running_functions
@@ -176,3 +178,28 @@ def test_a_line_of_the_scheme_shares_the_blame_with_the_code_that_it_calls(tmp_p
     specs = {"x": "s/tp d", "w": "d"}
     note = first_note(function, lambda x, w: x * x, specs, "s/tp d", {"tp": 2, "s": 8, "d": 3}, nograd=("x", "w"))
     assert note == f"{RIGHT_ONCE}second_scale.py:6 leaves out `first_kept.keep(scale=w)`{OR_CALLED}"
+
+
+def gradient_of_a_sum(mesh, x, weight):
+    layer = torch.nn.Linear(*weight.shape[::-1], bias=False)
+    layer.weight.data = weight.detach().clone()
+    layer = fully_shard(layer, mesh=mesh.device_mesh["tp"])
+    layer.set_gradient_divide_factor(4.0)
+    layer.set_force_sum_reduction_for_comms(True)
+    layer(2.0 * x).sum().backward()
+    return layer.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize(("new", "is_around"), [("_comms(False)", True), ("layer(-2.0 * x)", False)])
+def test_a_flag_that_switches_lines_of_torch_off_shares_the_blame_with_them(new, is_around):
+    """The second edit changes numbers alone."""
+    declaration = declared(
+        gradient_of_a_sum, lambda x, weight: jnp.broadcast_to(x.sum(0) / 2, weight.shape),
+        {"x": "b/tp d", "weight": "f d"}, "f d tp=I", nograd=("x", "weight"), mesh={"tp": (1, 2)},
+        draw={name: values("normal") for name in ("x", "weight")},
+    )  # fmt: skip
+    case = declaration.case(tp=2, b=4, d=4, f=4)
+    edits = edits_of(running_functions(declaration, case, caches()), ["tp"])
+    chosen = [edit for edit in edits if new in edit.words.partition(", not ")[0]][:1]
+    assert chosen
+    assert _leads_around_torch(chosen, declaration, case) == is_around

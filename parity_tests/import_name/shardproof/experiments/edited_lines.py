@@ -33,11 +33,13 @@ from shardproof.experiments.alternatives import ADDED, LIKELY, POSSIBLE, UNREAD
 from shardproof.experiments.edited_programs import RIGHT_ONCE
 from shardproof.experiments.line_edits import LineEdit, edits_of
 from shardproof.experiments.live_objects import caches
+from shardproof.experiments.own_shards import is_of_own_shards
 from shardproof.experiments.right_apart import JudgedCase, can_fork, judged_cases, which_are_right
-from shardproof.experiments.running_lines import Functions, running_functions
+from shardproof.experiments.running_lines import PARALLEL_TORCH, Functions, running_functions
 from shardproof.explain.arithmetic import WITHIN_ROUNDING, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import OBSERVED, READ_TOO_EARLY, Note
+from shardproof.explain.evidence import SINGLE_ELEMENT
+from shardproof.explain.note import ACROSS_MESHES, OBSERVED, READ_TOO_EARLY, Note
 from shardproof.explain.places import NO_PATTERN, SAME_VALUES
 from shardproof.places import SOURCES, TESTS
 from shardproof.report.report import Report
@@ -73,8 +75,16 @@ def name_edited_line(
     words = ", or once ".join(edit.words for edit in edits[:MOST_LINES]) + where
     named = Note(f"{RIGHT_ONCE}{words}", OBSERVED)
     for label, old_notes in notes.items():
-        by_label[label] = (named, *(note for note in old_notes if not note.startswith(NO_PATTERN)))
+        rest = [note for note in old_notes if not note.startswith(NO_PATTERN)]
+        telling = [note for note in rest if where == OR_CALLED and _tells_more(note)]
+        by_label[label] = (*telling, named, *(note for note in rest if note not in telling))
     return by_label
+
+
+def _tells_more(note: Note) -> bool:
+    """Whether a note tells more than that a line, or the code that it calls, is wrong: a number or own shards."""
+    is_number = note.scope == ACROSS_MESHES and not note.endswith(SINGLE_ELEMENT)
+    return is_of_own_shards(note) or is_number
 
 
 def _have_causes(report: Report, notes: Notes) -> bool:
@@ -107,8 +117,9 @@ def _edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> tuple
         of_rank = _right(scheme, edits, judged, SEARCH_S[rank])
         proven = _reaching(_right(scheme, of_rank, [*known, *drawn], PROOF_S), scheme, [*judged, *known, *drawn])
         if proven:
+            named = _smallest_of_lines(proven)
             is_around = rank == AROUND and proven[0].unit.file == scheme.file
-            return _smallest_of_lines(proven), OR_CALLED if is_around else ""
+            return named, OR_CALLED if is_around or _leads_around_torch(named, scheme, smallest.case) else ""
         mending += of_rank
     ordinary = _with_ordinary_values(scheme, drawn) if mending else []
     proven = _right(scheme, mending, [*known, *ordinary], PROOF_S) if ordinary else []
@@ -180,6 +191,27 @@ def _reaching(edits: Sequence[LineEdit], scheme: Declared, judged: Sequence[Judg
         if found:
             return [edits[number] for number in found]
     return []
+
+
+def _leads_around_torch(edits: Sequence[LineEdit], scheme: Declared, case: CaseSpec) -> bool:
+    """Whether one of these edits of the scheme's file leads around a line of torch's parallel code, as a flag may.
+
+    Then that line may be the wrong one. The edits are right in all cases, so that they need no process of their own.
+    """
+    if any(edit.unit.file != scheme.file for edit in edits[:MOST_LINES]):
+        return False
+    _of_parallel_torch(scheme, case)  # which skips lines in the next run, because torch has caches
+    before = _of_parallel_torch(scheme, case)
+    for edit in edits[:MOST_LINES]:
+        with edit.applied():
+            if before - _of_parallel_torch(scheme, case):
+                return True
+    return False
+
+
+def _of_parallel_torch(scheme: Declared, case: CaseSpec) -> set[tuple[str, int]]:
+    lines = _lines(running_functions(scheme, case, caches(), in_torch=True))
+    return {line for line in lines if line[0].startswith(PARALLEL_TORCH)}
 
 
 def _other_cases(

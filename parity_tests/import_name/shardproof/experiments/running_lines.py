@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -24,6 +25,11 @@ from torch_impl.collectives.mesh import MeshView
 
 INSTALLED = re.compile(r".*/(?:site|dist)-packages/(\w+)")
 
+_TORCH = str(Path(torch.__file__).parent)
+PARALLEL_TORCH = tuple(
+    f"{_TORCH}/{folder}/"
+    for folder in ("distributed/fsdp", "distributed/tensor", "distributed/pipelining", "nn/parallel")
+)
 LIBRARIES = ("builtins", "torch", "numpy", "jax", "triton", "types", "functools", "shardproof")
 
 
@@ -49,6 +55,7 @@ class _TracedProgram(Program):
 
     functions: Functions = field(default_factory=dict)
     packages: frozenset[str] = frozenset()
+    in_torch: bool = False
 
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
         before = sys.gettrace()
@@ -60,6 +67,8 @@ class _TracedProgram(Program):
 
     def _is_own(self, file: str) -> bool:
         """Whether a file is the user's, or belongs to an installed package that the user's code imports."""
+        if self.in_torch and file.startswith(PARALLEL_TORCH):
+            return True
         installed = INSTALLED.match(file)
         return not (is_plumbing(file) or file.startswith("<")) and (
             installed is None or installed[1] in self.packages.difference(LIBRARIES)
@@ -84,12 +93,17 @@ class _TracedProgram(Program):
         return line
 
 
-def running_functions(scheme: Declared, case: CaseSpec, caches: Iterable[Any] = ()) -> Functions:
-    """Run the case once, on lockstep, with empty caches: the user's functions that any rank runs, backward included."""
+def running_functions(
+    scheme: Declared, case: CaseSpec, caches: Iterable[Any] = (), *, in_torch: bool = False
+) -> Functions:
+    """Run the case once, on lockstep, with empty caches: the user's functions that any rank runs, backward included.
+
+    With `in_torch`, the functions of torch's parallel code too.
+    """
     program, functions = Program.of(scheme), Functions()
     packages = frozenset(name.partition(".")[0] for name in imports_of(program))
     own = {each.name: getattr(program, each.name) for each in fields(program)}
-    traced = _TracedProgram(**own, functions=functions, packages=packages)
+    traced = _TracedProgram(**own, functions=functions, packages=packages, in_torch=in_torch)
     for cache in caches:
         cache.cache_clear()
     try:
