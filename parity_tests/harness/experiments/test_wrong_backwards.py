@@ -102,3 +102,28 @@ def test_no_function_is_named_for_a_mistake_beside_it():
         lambda mesh, x: Doubled.apply(x).detach() * x, lambda x: 2.0 * x * x, {"x": "b/tp"}, "b/tp", mesh={"tp": (1, 2)}
     )
     assert not any("is not the derivative" in note for note in wrong_scheme.verify().notes["d/d x"])
+
+
+class WithoutBias(torch.autograd.Function):
+    """Its backward returns the gradient of its first input alone."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        return x + bias
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent, None
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_a_function_whose_backward_returns_none_is_named():
+    wrong_scheme = declared(
+        lambda mesh, x, bias: WithoutBias.apply(x, bias), lambda x, bias: x + bias, {"x": "b/tp d", "bias": "b/tp d"},
+        "b/tp d", mesh={"tp": (1, 2)}, draw={name: values("normal") for name in ("x", "bias")},
+    )  # fmt: skip
+    line = inspect.getsourcelines(WithoutBias.backward)[1] + 1  # below its decorator
+    place = f"WithoutBias at test_wrong_backwards.py:{line}"
+    first, second = wrong_scheme.verify().notes["d/d bias"]
+    assert first == f"forward equal, gradient not: the backward of {place} is not the derivative of its forward"
+    assert second.startswith("no gradient was returned (None)")

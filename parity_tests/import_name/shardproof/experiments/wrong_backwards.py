@@ -19,6 +19,7 @@ from shardproof.experiments import cases
 from shardproof.experiments.unsummed_edges import Edge, Graph, place_of_backward, with_graph
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import CONTEXT, Note
+from shardproof.explain.sums import NO_GRADIENT
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
@@ -33,15 +34,22 @@ def name_wrong_backwards(scheme: Declared, report: Report, notes: Notes) -> dict
     Cost: up to 3 + MAX_FUNCTIONS runs on one rank.
     """
     by_label = dict(notes)
-    unnamed = [label for label in notes if by_label[label] == (FORWARD_EQUAL,)]
+    unnamed = [label for label, of_tensor in notes.items() if _is_unexplained(of_tensor)]
     on_one_rank = cases.on_one_rank(scheme, report.case) if unnamed else None
     for failing in cases.reports(scheme, [on_one_rank]):
         explained = [label for label in unnamed if label in failing.notes]
         function = _that_makes_right(scheme, failing) if failing.failure is None and explained else None
         if function is not None:
             words = f"the backward of {function.operation} at {function.source} {NO_DERIVATIVE}"
-            by_label |= dict.fromkeys(explained, (Note(f"{FORWARD_EQUAL}: {words}", CONTEXT),))
+            named = Note(f"{FORWARD_EQUAL}: {words}", CONTEXT)
+            for label in explained:
+                by_label[label] = (named, *(note for note in notes[label] if note != FORWARD_EQUAL))
     return by_label
+
+
+def _is_unexplained(notes: tuple[Note, ...]) -> bool:
+    """Whether notes say no more of a gradient than that it is wrong, or None."""
+    return FORWARD_EQUAL in notes and all(note == FORWARD_EQUAL or note.startswith(NO_GRADIENT) for note in notes)
 
 
 def _that_makes_right(scheme: Declared, failing: Report) -> Edge | None:

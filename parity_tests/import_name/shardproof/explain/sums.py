@@ -10,6 +10,7 @@ from shardproof.explain.evidence import Evidence
 from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, Note
 
 ZERO_ADDEND = "gave only zeros to the sum"
+NO_GRADIENT = "no gradient was returned (None)"
 
 
 def missing_or_repeated_sum(evidence: Evidence) -> Iterator[Note]:
@@ -87,9 +88,9 @@ def missing_gradient(evidence: Evidence) -> Iterator[Note]:
     if is_none is None or not evidence.misses_gradient.any():
         return
     if is_none.all():
-        yield Note("no gradient was returned (None): backward does not reach this input")
+        yield Note(f"{NO_GRADIENT}: backward does not reach this input")
     else:
-        text = f"no gradient was returned (None){_ranks_with_none(evidence, is_none)}"
+        text = f"{NO_GRADIENT}{_ranks_with_none(evidence, is_none)}"
         yield Note(f"{text}: backward does not reach this input there")
     if not evidence.is_wrong.any():
         hint = "the reference's gradient is not zero, although below its budget"
