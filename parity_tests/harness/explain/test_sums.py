@@ -4,6 +4,7 @@ import numpy as np
 
 from parity_tests.specimens.evidence_by_hand import evidence, headline, numbers
 from shardproof.explain.clues import explain
+from shardproof.explain.evidence import ShardedDim
 
 
 def test_missing_sum():
@@ -80,3 +81,27 @@ def test_a_rank_that_gave_nothing():
     assert headline(pieces.sum(0), want, role="gradient", by_rank={"tp": pieces}) == (
         "tp rank 2 gave only zeros to the sum"
     )
+
+
+def shards(count: int, length: int) -> tuple[ShardedDim, ...]:
+    return (ShardedDim(0, "cp", "contiguous", np.split(np.arange(count * length), count)),)
+
+
+def test_terms_that_reach_other_ranks():
+    """Each rank of a ring adds the terms of its own queries to another rank's keys."""
+    terms = numbers(3, 3, 4, 5)  # [queries' rank, keys' rank, keys, features]
+    want = terms.sum(0).reshape(12, 5)
+    wrong_way = np.stack([sum(terms[rank, (key - rank) % 3] for rank in range(3)) for key in range(3)])
+    assert headline(wrong_way.reshape(12, 5), want, role="gradient", outputs_pass=True, layouts=shards(3, 4)) == (
+        "terms are added on cp ranks in another order: over the ranks, gradients add up as in the reference"
+    )
+
+
+def test_no_terms_are_misplaced_where_a_sum_is_zero_or_one_rank_is_right():
+    """The gradient of a softmax adds up to zero whatever its values are."""
+    of_softmax = [each - each.mean(0) for each in (numbers(2, 5), numbers(2, 5, seed=1))]
+    one_index = explain(evidence(*of_softmax, layouts=shards(2, 1)))
+    want = numbers(6, 5)
+    rows = numbers(2, 5, seed=1)
+    last_is_right = explain(evidence(want + np.concatenate([rows, -rows, 0 * rows]), want, layouts=shards(3, 2)))
+    assert not any("in another order" in note for note in (*one_index, *last_is_right))

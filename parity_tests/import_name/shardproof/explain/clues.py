@@ -83,6 +83,7 @@ CLUES = (
     arithmetic.miscounted_input,
     places.wrong_offset,
     places.another_order,
+    sums.misplaced_terms,
     arithmetic.narrow_sums,
     arithmetic.fitted_change,
     sums.unequal_copies,

@@ -135,11 +135,17 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, tensor: TensorC
 
 
 def _sharded_dims(scheme: Declared, case: CaseSpec, tensor: TensorComparison) -> tuple[ShardedDim, ...]:
-    """The shardings of dims that are sharded once. A second sharding has positions of a shard, not of the full dim."""
+    """The shardings of dims that one axis of several ranks shards, or one axis alone.
+
+    A second sharding has positions of a shard, not of the full dim.
+    """
     placed = []
     for index, dim in enumerate(tensor.argument.spec.dims):
-        if len(dim.shardings) == 1:
-            sharding = dim.shardings[0]
+        shardings = dim.shardings
+        if len(shardings) > 1:
+            shardings = [sharding for sharding in shardings if case.mesh[sharding.axis] > 1]
+        if len(shardings) == 1:
+            sharding = shardings[0]
             lengths = inputs.shard_lengths(case, dim.name, sharding)
             layout = inputs.layout_function(sharding.layout, lengths, scheme.layouts, trusted=True)
             size = tensor.want.shape[index]

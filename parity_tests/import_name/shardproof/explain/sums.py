@@ -53,6 +53,28 @@ def unequal_copies(evidence: Evidence) -> Iterator[Note]:
             yield Note(different_copies(axis), CONTEXT)
 
 
+def misplaced_terms(evidence: Evidence) -> Iterator[Note]:
+    """Shards that are all wrong and add up to the sum of the reference's: their terms went to other ranks.
+
+    As in the backward of a ring that sends the wrong way round. An error of rounding may add up too, and shards of one
+    index do so where a function keeps the sum along the dim, as the gradient of a softmax.
+    """
+    for sharded in evidence.layouts:
+        count, lengths = len(sharded.positions), {len(each) for each in sharded.positions}
+        if count < 2 or len(lengths) != 1 or min(lengths) < 2:
+            continue
+        got, want, budgets = (
+            np.stack([whole.take(each, sharded.dim) for each in sharded.positions])
+            for whole in (evidence.got, evidence.want, evidence.budgets)
+        )
+        is_far = np.abs(got - want) > 2 * count * budgets
+        adds_up = (np.abs(got.sum(0) - want.sum(0)) <= budgets.sum(0)).all()
+        if adds_up and all(each.any() for each in is_far) and (np.abs(want.sum(0)) > budgets.sum(0)).any():
+            text = f"terms are added on {sharded.axis} ranks in another order"
+            what = f"over the ranks, {evidence.role}s add up as in the reference"
+            yield Note(f"{text}: {what}{evidence.caveat}", ACROSS_SIZES, text)
+
+
 def zero_addend(evidence: Evidence) -> Iterator[Note]:
     """Exactly one rank of a sum contributed only zeros."""
     for axis, values in _unsharded_axes(evidence):
