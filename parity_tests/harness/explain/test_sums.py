@@ -93,7 +93,7 @@ def test_terms_that_reach_other_ranks():
     want = terms.sum(0).reshape(12, 5)
     wrong_way = np.stack([sum(terms[rank, (key - rank) % 3] for rank in range(3)) for key in range(3)])
     assert headline(wrong_way.reshape(12, 5), want, role="gradient", outputs_pass=True, layouts=shards(3, 4)) == (
-        "terms are added on cp ranks in another order: over the ranks, gradients add up as in the reference"
+        "terms reach other ranks of cp than in the reference: over the ranks, gradients add up as there"
     )
 
 

@@ -70,8 +70,8 @@ def misplaced_terms(evidence: Evidence) -> Iterator[Note]:
         is_far = np.abs(got - want) > 2 * count * budgets
         adds_up = (np.abs(got.sum(0) - want.sum(0)) <= budgets.sum(0)).all()
         if adds_up and all(each.any() for each in is_far) and (np.abs(want.sum(0)) > budgets.sum(0)).any():
-            text = f"terms are added on {sharded.axis} ranks in another order"
-            what = f"over the ranks, {evidence.role}s add up as in the reference"
+            text = f"terms reach other ranks of {sharded.axis} than in the reference"
+            what = f"over the ranks, {evidence.role}s add up as there"
             yield Note(f"{text}: {what}{evidence.caveat}", ACROSS_SIZES, text)
 
 
