@@ -290,6 +290,7 @@ def test_schemes_are_listed_by_the_function_that_they_verify(shardproof):
     assert listed == shardproof("list", f"{package}.{name}", "-q")[1].split()
     records = json.loads(shardproof("list", name, "--json")[1])
     assert all(f"{package}.{name}" in record["verifies"] for record in records)
+    assert "; did you mean " in shardproof("list", "DistributedCrossEntropie")[2]
     assert shardproof("list", name)[1].count(f"    {package}.{name}\n") == len(listed)
 
 

@@ -1,5 +1,6 @@
 """Rejections on a scheme's first run: outputs of the ranks or the reference that do not fit their declaration."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, complex64
 from shardproof import Cost, scheme, values
 from shardproof.engines.failure import Raised
 from shardproof.judge.reference import ReferenceFailure
+from shardproof.verify_one_case import verify_case
 
 
 def identity(x):
@@ -42,6 +44,17 @@ def test_a_replicated_output_has_the_full_shape():
 
     message = said_by_a_rank(flat, inputs={"x": "b s cp=I"}, outputs="b s cp=I")
     assert message == "scheme 'flat': rank 0 returned (16,), 'b s cp=I' with b=2, s=8 says (2, 8)"
+
+
+def test_a_size_that_no_input_gives_is_to_be_declared():
+    """The two best of each row: without `dims`, the size of k is drawn."""
+    top_two = scheme(
+        reference=lambda x: jax.lax.top_k(x, 2)[0], mesh={"dp": (1, 2)}, inputs={"x": "b/dp e"}, outputs="b/dp k"
+    )(lambda mesh, x: x.topk(2).values)  # fmt: skip
+    with pytest.raises(ReferenceFailure) as caught:
+        verify_case(top_two, top_two.case(dp=1, b=2, e=4, k=3))
+    remedy = "no input has k: declare dims={'k': (2,)} or a formula of other dims"
+    assert str(caught.value).endswith(f"returned (2, 2) for 'out', 'b/dp k' says (2, 3); {remedy}")
 
 
 @pytest.mark.slow

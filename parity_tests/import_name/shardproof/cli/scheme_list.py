@@ -55,7 +55,8 @@ def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
 
         if named:
             raise discover.UnusableTarget(f"{pattern}: no public scheme of this name; --all shows the others")
-        hint = discover.nearest(pattern, [entry.name for entry in schemes])
+        names = [name for entry in schemes for name in (entry.name, *_functions(entry))]
+        hint = discover.nearest(pattern, names)
         raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list --all shows all)")
     return entries
 
