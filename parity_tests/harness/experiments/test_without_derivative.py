@@ -67,6 +67,8 @@ def test_the_first_note_names_the_collective(function, reference, outputs, op, b
     report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))
     site = f"{op} at {line_of(function, f'dist.{op}')}"
     assert report.notes["d/d x"][0].startswith(f"forward equal, gradient not: {site} is not differentiable; {backward}")
+    assert "  the collectives of torch_impl.collectives are differentiable" in str(report)
+    assert str(report).endswith("if no gradient is wanted, as of an optimizer's step, declare nograd=('x',)")
 
 
 def gathered_without_gradients(mesh, x):

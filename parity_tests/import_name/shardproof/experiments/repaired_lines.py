@@ -31,7 +31,7 @@ from shardproof.engines.lockstep.repair import (
 from shardproof.experiments import cases
 from shardproof.experiments.unsummed_edges import places_of_missing_sums
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import CONTEXT, READ_TOO_EARLY, Note
+from shardproof.explain.note import CONTEXT, NOT_DIFFERENTIABLE, READ_TOO_EARLY, Note
 from shardproof.explain.places import NO_PATTERN, NOT_FINITE
 from shardproof.explain.sums import different_copies, missing_sum
 from shardproof.judge.compare import TensorComparison
@@ -145,7 +145,7 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce")  # their result is the tensor t
 def without_derivative(site: CallSite) -> str:
     """The words for a plain collective in the autograd graph."""
     backward = "its backward is the identity" if site.op in IN_PLACE else "no gradient passes it"
-    return f"{site} is not differentiable; {backward}"
+    return f"{site} {NOT_DIFFERENTIABLE}; {backward}"
 
 
 def _differs(notes: Iterable[Note], axis: str) -> bool:

@@ -22,6 +22,7 @@ ACROSS_MESHES = "across meshes"  # on other meshes too
 ROUNDING = "rounding"  # in a wider dtype the error vanishes
 HYPOTHESES = (ACROSS_SIZES, ACROSS_MESHES, ROUNDING)
 IN_THIS_CASE = "in this case"  # phrase in a note on a number that another case refutes
+NOT_DIFFERENTIABLE = "is not differentiable"  # phrase in a note on a plain collective
 READ_TOO_EARLY = "read before its wait"  # phrase in a note on an asynchronous collective
 
 

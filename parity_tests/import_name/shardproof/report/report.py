@@ -20,7 +20,7 @@ from shardproof.engines.engines import engine_text
 from shardproof.engines.failure import RankFailure, Shared
 from shardproof.engines.ledger import Finding, Ledger
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import READ_TOO_EARLY, Note
+from shardproof.explain.note import NOT_DIFFERENTIABLE, READ_TOO_EARLY, Note
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.sentence import LINE, Sentence, as_text
 from shardproof.report.tensor_table import names, notes_by_tensors, tensor_table
@@ -362,6 +362,10 @@ class Report:
             so = "so called, " if self.conditions_needed and self.case.conditions else ""
             differ = "the function and its reference differ before anything is sharded"
             hints.append(f"one rank is enough for it: {so}{differ}")
+        cut = [label for label, notes in self.notes.items() if any(NOT_DIFFERENTIABLE in note for note in notes)]
+        if names := tuple(label.removeprefix("d/d ") for label in cut):
+            unwanted = f"if no gradient is wanted, as of an optimizer's step, declare nograd={names}"
+            hints.append(f"the collectives of torch_impl.collectives are differentiable; {unwanted}")
         # Values do not make a rank hang or die; but an exception may depend on them.
         extreme = drawn_kinds(self.case, EXTREME) if self.failure is None or self.failure.cause == "raised" else {}
         names_a_line = any(note.sites for notes in self.notes.values() for note in notes)
