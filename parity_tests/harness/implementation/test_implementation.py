@@ -93,6 +93,14 @@ def test_a_module_that_lacks_all_names_judges_nothing(shardproof):
     assert closing(out) == "3 schemes, 0 mismatches, 0 not run, 3 not offered."
 
 
+def test_many_schemes_that_are_not_offered_share_a_reason(shardproof):
+    empty = written("lacks_them_all.py", "class DistributedEntropy:\n    pass\n")
+    status, out, _ = shardproof("verify", "*_logprob*", "--implementation", empty)
+    reason = "lacks_them_all.py has no "
+    assert status == 4 and out.count("not offered: ") == 1 and out.count(reason) == 1
+    assert "'shardproof list' names what each scheme verifies" in out
+
+
 def test_our_own_functions_under_our_names_are_not_offered(shardproof):
     ours = written("ours.py", "from torch_impl.vocab_parallel import *\n")
     assert shardproof("verify", "vocab_parallel_logprob", "--implementation", ours)[0] == 4

@@ -211,9 +211,10 @@ def without_report(outcome: Outcome) -> list[str]:
 
 
 def _not_offered(reasons: Mapping[str, str]) -> list[str]:
-    """Lines on schemes that were not offered: each with its reason, or only their names if they are many."""
+    """Lines on schemes that were not offered: each with its reason, or if they are many their names and one reason."""
     if len(reasons) > MAX_REASONS:
-        return [f"not offered: {', '.join(reasons)}"]
+        first = f"{reasons[next(iter(reasons))]}; 'shardproof list' names what each scheme verifies"
+        return [f"not offered: {', '.join(reasons)}", f"  the first: {first}"]
     return [f"not offered: {name}: {reason}" for name, reason in reasons.items()]
 
 
