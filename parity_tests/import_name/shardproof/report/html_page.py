@@ -186,7 +186,7 @@ def _replay(report: Report) -> list[Element]:
     parts = [tag("h2", "Run it again")]
     if report.replay:
         commands = f"python {report.replay}\nshardproof replay {report.replay} --engine gloo"
-        parts.append(tag("pre", commands, class_="terminal"))
+        parts.append(tag("pre", commands))
     example = _clearest(report)
     call = f"verify_case({report.scheme.rpartition(':')[2]}, CaseSpec.from_json({example.case.json!r}))"
     lines = f"from shardproof import CaseSpec, verify_case\n\n{call}"
