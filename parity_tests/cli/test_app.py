@@ -291,7 +291,14 @@ def test_schemes_are_listed_by_the_function_that_they_verify(shardproof):
     records = json.loads(shardproof("list", name, "--json")[1])
     assert all(f"{package}.{name}" in record["verifies"] for record in records)
     assert "; did you mean " in shardproof("list", "DistributedCrossEntropie")[2]
-    assert shardproof("list", name)[1].count(f"    {package}.{name}\n") == len(listed)
+    assert shardproof("list", name)[1].count(f"  verifies   {package}.{name}\n") == len(listed)
+
+
+def test_a_word_finds_the_schemes_whose_names_or_functions_contain_it(shardproof):
+    listed = shardproof("list", "entropy", "-q")[1].split()
+    assert {"chunked_distributed_entropy", "cross_entropy_near_its_end", "logprob_with_entropy"} <= set(listed)
+    assert shardproof("list", "distributedCross", "-q") == shardproof("list", "DistributedCrossEntropy", "-q")
+    assert shardproof("list", "filtered_by_li")[0] == 2  # no public scheme, as for the whole name
 
 
 def test_list_of_a_file_or_a_folder(shardproof):

@@ -192,8 +192,9 @@ def test_a_narrow_terminal_or_a_pipe_stacks_schemes(shardproof, columns, monkeyp
         monkeypatch.setenv("COLUMNS", columns)
     blocks = [block.splitlines() for block in shardproof("list", "vocab_parallel_log*")[1].rstrip().split("\n\n")]
     assert {block[0] for block in blocks} >= {"vocab_parallel_logprob", "vocab_parallel_log_softmax"}
-    assert all(block[1].startswith("    tp: 1, 2") for block in blocks)
-    assert all("    jax_ref.vocab_parallel.reference." in block[-2] and ".py:" in block[-1] for block in blocks)
+    assert all(block[1].startswith("  tp: 1, 2") for block in blocks)
+    assert all(block[-2].startswith("  reference  jax_ref.vocab_parallel.reference.") for block in blocks)
+    assert all(block[-1].startswith("  file       parity_tests/") and ".py:" in block[-1] for block in blocks)
 
 
 def test_versions(shardproof):

@@ -49,6 +49,9 @@ def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
     named = [entry for entry in schemes if fnmatch(entry.name, pattern)] or [
         entry for entry in schemes if any(fnmatch(name, pattern) for name in _functions(entry))
     ]
+    if not named and not set(pattern) & set("*?["):
+        word = pattern.lower()
+        named = [entry for entry in schemes if any(word in name.lower() for name in (entry.name, *entry.verifies))]
     entries = [entry for entry in named if everything or entry.public]
     if not entries:
         from shardproof.declare import discover
@@ -69,15 +72,17 @@ def _functions(entry: scheme_index.Entry) -> list[str]:
 def _stacked(entry: scheme_index.Entry) -> str:
     """A scheme on its own lines, for narrow terminals and pipes: no table breaks its specs and paths."""
     mesh = "  ".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in entry.mesh.items())
-    indent = "\n    "
-    return indent.join(
-        [entry.name, mesh, *_specs(entry), *entry.verifies, entry.reference, f"{entry.file}:{entry.line}"]
-    )
+    return "\n  ".join([entry.name, mesh, *_specs(entry), *_names(entry)])
 
 
 def _specs(entry: scheme_index.Entry) -> list[str]:
     inputs = [f"{name}  {spec}" for name, spec in entry.inputs.items()]
     return [*inputs, *(f"-> {spec}" for spec in entry.outputs.values())]
+
+
+def _names(entry: scheme_index.Entry) -> list[str]:
+    verified = [f"verifies   {function}" for function in entry.verifies]
+    return [*verified, f"reference  {entry.reference}", f"file       {entry.file}:{entry.line}"]
 
 
 def _table(entries: Sequence[scheme_index.Entry]) -> Table:
@@ -90,7 +95,7 @@ def _table(entries: Sequence[scheme_index.Entry]) -> Table:
             entry.name,
             mesh,
             "\n".join(_specs(entry)),
-            "\n".join([*entry.verifies, entry.reference, f"{entry.file}:{entry.line}"]),
+            "\n".join(_names(entry)),
             end_section=True,
         )
     return table

@@ -190,7 +190,7 @@ def list_schemes(
     target: Annotated[
         str,
         typer.Argument(
-            help="A file, file.py::name, a folder, or a glob over built-in schemes and the functions that they verify.",
+            help="A file, file.py::name, a folder, or a glob or word for built-in schemes and functions verified.",
             autocompletion=complete.targets,
         ),
     ] = "*",
@@ -198,7 +198,7 @@ def list_schemes(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Also schemes of parts that are not public.")] = False,
 ) -> None:
-    """The table of schemes: name, mesh, specs, reference, file."""
+    """The schemes: mesh, specs, functions verified, reference, file."""
     from shardproof.cli import scheme_list
 
     scheme_list.show(target, json, quiet, everything)

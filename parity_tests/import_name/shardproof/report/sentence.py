@@ -63,7 +63,9 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def _lines(text: str, width: int, below: str) -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
+    """The broken lines; a word that is too long for its indentation moves to the left."""
+    lines = textwrap.wrap(text, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
+    return [line[min(max(len(line) - width, 0), len(line) - len(line.lstrip())) :] for line in lines]
 
 
 def as_text(report: RenderableType, width: int | None = None) -> str:
