@@ -174,6 +174,15 @@ class Declared:
         """The keywords of both sides and of the ranks only, each with the values to try."""
         return {**self.options, **self.rank_options}
 
+    def remedy_of_sizes(self, arg: Argument, got: tuple[int, ...], want: tuple[int, ...]) -> str:
+        """A declaration for dims that no input has: their sizes are drawn, but the function gives them."""
+        named = {dim.name for each in self.inputs for dim in each.spec.dims} | set(self.dims)
+        dims = zip(arg.spec.dims, got, want, strict=True) if len(got) == len(want) else ()
+        sizes = {dim.name: size for dim, size, other in dims if size != other and dim.name not in named}
+        declared = ", ".join(f"'{name}': ({size},)" for name, size in sizes.items())
+        names = ", ".join(map(str, sizes))
+        return f"; no input has {names}: declare dims={{{declared}}} or a formula of other dims" if sizes else ""
+
     @cached_property
     def depends_on_mesh(self) -> bool:
         """Whether the size of a dim depends on an axis, as in dims={"e": "2*ep"}."""

@@ -18,7 +18,7 @@ from shardproof.engines.engines import run
 from shardproof.engines.program import Program, RankResult
 from shardproof.explain.arithmetic import ADDED_BEFORE, names_a_number
 from shardproof.explain.note import OBSERVED, Note
-from shardproof.explain.places import NO_PATTERN
+from shardproof.explain.places import NO_PATTERN, SAME_VALUES
 from shardproof.judge import bridge
 from shardproof.judge.compare import TensorComparison, compare
 from shardproof.judge.reference import evaluate, evaluated
@@ -55,6 +55,8 @@ def name_own_shards(scheme: Declared, report: Report, failing: Sequence[Report],
             strong = [other for other in rest if names_a_number(other)]
             if common[0] != OWN and any(ADDED_BEFORE in other for other in strong):
                 continue  # the term that is added on every rank says more
+            if common[0].startswith(SIDE_BY_SIDE) and any(other.startswith(SAME_VALUES) for other in rest):
+                continue  # the layout that is not undone says more
             by_label[label] = (*strong, Note(common[0], OBSERVED), *(other for other in rest if other not in strong))
     return by_label
 

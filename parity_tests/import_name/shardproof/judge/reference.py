@@ -316,16 +316,6 @@ def _checked_outputs(scheme: Declared, output_shapes: Mapping[str, tuple[int, ..
     return outputs
 
 
-def _remedy_of_sizes(scheme: Declared, arg: Argument, got: tuple[int, ...], want: tuple[int, ...]) -> str:
-    """A declaration for dims that no input has: their sizes are drawn, but the function gives them."""
-    if len(got) != len(want):
-        return ""
-    named = {dim.name for each in scheme.inputs for dim in each.spec.dims} | set(scheme.dims)
-    sizes = {d.name: n for d, n, m in zip(arg.spec.dims, got, want, strict=True) if n != m and d.name not in named}
-    declared = ", ".join(f"'{name}': ({size},)" for name, size in sizes.items())
-    return f"; no input has {', '.join(sizes)}: declare dims={{{declared}}} or a formula of other dims" if sizes else ""
-
-
 def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, ...]) -> None:
     import jax
     import jax.numpy as jnp
@@ -333,8 +323,8 @@ def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, 
     if not isinstance(part, jax.Array):
         raise _failure(scheme, f"returned {type(part).__name__} for '{arg.name}'; return a JAX array")
     if part.shape != shape:
-        remedy = _remedy_of_sizes(scheme, arg, part.shape, shape)
-        raise _failure(scheme, f"returned {part.shape} for '{arg.name}', '{arg.spec}' says {shape}{remedy}")
+        says = f"returned {part.shape} for '{arg.name}', '{arg.spec}' says {shape}"
+        raise _failure(scheme, says + scheme.remedy_of_sizes(arg, part.shape, shape))
     is_floating = jnp.issubdtype(part.dtype, jnp.floating)
     if is_floating and part.dtype != jnp.float64:
         raise _failure(
