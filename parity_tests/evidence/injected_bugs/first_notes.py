@@ -53,7 +53,7 @@ MEANS = (
     ("right without the other call", {"call", "buffer"}),
     ("the order of the other call", {"call"}),
     ("the order of memory", {"call"}),
-    ("terms reach other ranks", {"order", "sequence", "border", "group", "schedule"}),
+    ("terms reach other ranks", {"order", "group", "schedule"}),
     ("in another order", {"order", "sequence", "border", "group", "schedule"}),
     (" off along ", {"border", "order", "sequence"}),
     ("added constant", {"statistic", "reduction", "scale", "group", "tied", "border"}),

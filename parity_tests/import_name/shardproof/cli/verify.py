@@ -190,7 +190,7 @@ def list_schemes(
     target: Annotated[
         str,
         typer.Argument(
-            help="A file, file.py::name, a folder, or a glob or word for built-in schemes and functions verified.",
+            help="A file, file.py::name, a folder, or a glob or word in names of built-in schemes or their functions.",
             autocompletion=complete.targets,
         ),
     ] = "*",
@@ -198,7 +198,7 @@ def list_schemes(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Also schemes of parts that are not public.")] = False,
 ) -> None:
-    """The schemes: mesh, specs, functions verified, reference, file."""
+    """The schemes, each with its mesh, specs, functions, reference and file."""
     from shardproof.cli import scheme_list
 
     scheme_list.show(target, json, quiet, everything)

@@ -23,7 +23,7 @@ from shardproof.judge.rounding import Underflow
 
 NEIGHBOURS = 16
 MAX_ROUNDINGS = 2.0  # largest change of an input in roundings; a budget allows eight
-UNDERFLOW = (1.0, 0.0, -1.0)  # a product that the tested dtype has not is kept, is 0, or falls on the other side of 0
+UNDERFLOW = (1.0, 0.0, -1.0)  # a number below the tested dtype's is kept, becomes 0, or changes its sign
 INFINITY_RATIO = 8.0  # last over first of separated infinities
 
 

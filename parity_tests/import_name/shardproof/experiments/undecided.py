@@ -99,9 +99,9 @@ def _jumps_as_far(scheme: Declared, case: CaseSpec, tensors: Sequence[compare.Te
 
 
 def _jumps_if_stored(scheme: Declared, case: CaseSpec, tensors: Sequence[compare.TensorComparison]) -> bool:
-    """Whether each wrong element lies there once operations, too, round to the tested dtype.
+    """Whether each wrong element lies within the range of a reference whose operations round to the tested dtype.
 
-    A wrong element that this many roundings explain without a jump is a mismatch: the scheme does not declare them.
+    If such roundings explain an element without a jump, it is a mismatch: the scheme does not declare them.
     """
     stored = replace(scheme, roundings=2)
     if scheme.roundings > 1 or scheme.sums or operation_unit(stored, case) == operation_unit(scheme, case):

@@ -1,9 +1,9 @@
 """A note: a finding on one wrong tensor, with the claims that other cases must confirm.
 
-Most notes are hypotheses: other cases could refute them. They fit the numbers of one case, and often several do,
-because one element is a multiple of any other. So a note has claims, which name the parts that are equal in every case
-(a mesh axis, a dim, a layout) without those that are not (most numbers and places), and a scope, the cases in which the
-claims must hold.
+Most notes are hypotheses: other cases could refute them. Several notes often fit the numbers of one case, because one
+element is a multiple of any other. So a note has claims and a scope. The claims name only the parts that are equal in
+every case: a mesh axis, a dim, a layout, but not most numbers and places. The scope is the cases in which the claims
+must hold.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ def unequal_copies(evidence: Evidence) -> Iterator[Note]:
 
 
 def misplaced_terms(evidence: Evidence) -> Iterator[Note]:
-    """Shards that are all wrong and add up to the sum of the reference's: their terms went to other ranks.
+    """All shards are wrong, and their sum is right: their terms went to other ranks.
 
-    As in the backward of a ring that sends the wrong way round. An error of rounding may add up too, and shards of one
-    index do so where a function keeps the sum along the dim, as the gradient of a softmax.
+    The backward of a ring that sends the wrong way round does this. Rounding errors may add up too, and shards of one
+    index do if a function keeps the sum along the dim, as the gradient of a softmax does; both are left out.
     """
     for sharded in evidence.layouts:
         count, lengths = len(sharded.positions), {len(each) for each in sharded.positions}

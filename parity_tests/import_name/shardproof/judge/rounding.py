@@ -139,7 +139,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Underflow:
-    """What becomes of an operation's result below `limit`: it is multiplied by `factor`."""
+    """The factor of an operation's result if its size is below `limit`."""
 
     limit: float
     factor: float

@@ -82,7 +82,7 @@ class Place:
 class Outcome:
     """The reports of verified schemes, and for each other scheme the reason why it has no report.
 
-    The keys are those of schemes, which name a file: two files may declare schemes of the same name.
+    The keys are the schemes' keys, which name a file: two files may declare schemes of the same name.
     """
 
     reports: list[Report] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Outcome:
     not_judged: dict[str, str] = field(
         default_factory=dict
     )  # schemes that cannot be judged as declared, with a sentence for each
-    statuses: dict[str, int] = field(default_factory=dict)  # of those whose status is not 2
+    statuses: dict[str, int] = field(default_factory=dict)  # where the status is not 2
     ended_by: int | None = None  # the signal that has ended the command before its end
 
     def add(self, other: Outcome) -> None:
