@@ -365,6 +365,18 @@ def test_products_that_underflow_excuse_no_other_gradient(dtype):
     assert mark_undecided(declaration, report).verdict == "mismatch"
 
 
+@pytest.mark.parametrize(("high", "verdict"), [(1.0, "undecided"), (1.01, "mismatch")])
+def test_ones_at_a_limit_are_a_tie_beside_large_numbers_too(high, verdict):
+    """Equal numbers move by their own rounding also, not by the rounding of the large numbers alone."""
+    declaration = scheme(
+        reference=lambda x: jnp.clip(x, -1.0, 1.0), mesh={"tp": (2,)}, inputs={"x": "b d/tp"}, outputs="b d/tp",
+        dtypes=("float32",),
+    )(lambda mesh, x: x.clamp(-1.0, high))  # fmt: skip
+    case = declaration.case(tp=2, b=1, d=4, seed=0)
+    case = case.replace(values={"x": {"kind": "ones", "border": ["large", 0, "all"]}})
+    assert mark_undecided(declaration, verify_case(declaration, case)).verdict == verdict
+
+
 def test_under_hypothesis_an_undecided_example_is_replaced_by_another():
     declaration, judged = greatest(), []
 

@@ -81,20 +81,26 @@ def distinct(x: np.ndarray, case: CaseSpec) -> np.ndarray:
 def _neighbour(
     x: np.ndarray, case: CaseSpec, unit: float, direction: int, rng: np.random.Generator, infinities: bool
 ) -> np.ndarray:
+    # Of each two directions, one separates equal numbers by the rounding of typical numbers, the other by their own.
+    of_typical, pair = direction % 2 == 0, direction // 2
     rising = np.linspace(-1.0, 1.0, x.size).reshape(x.shape)
     random = rng.choice((-1.0, 1.0), x.shape) * rng.uniform(0.5, 1.0, x.shape)
-    signs = (rising, -rising, random)[min(direction, 2)]
-    neighbour = x + _max_changes(x, unit) * signs
+    signs = (rising, -rising, random)[min(pair, 2)]
+    neighbour = x + _max_changes(x, unit, of_typical) * signs
     if not infinities:
         return neighbour
     return _separate_infinities(neighbour, case, signs.ravel().argsort().argsort().reshape(x.shape))
 
 
-def _max_changes(x: np.ndarray, unit: float) -> np.ndarray:
-    """The largest change of each number: its own rounding; for repeated numbers and zeros, a typical one at least."""
+def _max_changes(x: np.ndarray, unit: float, of_typical: bool) -> np.ndarray:
+    """The largest change of each number: its own rounding.
+
+    At least a typical one for zeros and, if `of_typical`, for repeated numbers.
+    """
     size = np.where(np.isfinite(x), np.abs(x), 0.0)
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    tied = ((counts[inverse.reshape(x.shape)] > 1) | (x == 0.0)) & np.isfinite(x)
+    is_repeated = of_typical & (counts[inverse.reshape(x.shape)] > 1)
+    tied = (is_repeated | (x == 0.0)) & np.isfinite(x)
     return MAX_ROUNDINGS * unit * np.where(tied, np.maximum(size, _typical(x)), size)
 
 
