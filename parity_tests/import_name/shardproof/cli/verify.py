@@ -198,7 +198,7 @@ def list_schemes(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Also schemes of parts that are not public.")] = False,
 ) -> None:
-    """The schemes, each with its mesh, specs, functions, reference and file."""
+    """The schemes with their meshes, functions, references and files."""
     from shardproof.cli import scheme_list
 
     scheme_list.show(target, json, quiet, everything)
