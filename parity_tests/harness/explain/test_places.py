@@ -50,6 +50,35 @@ def test_one_ranks_other_constant():
     )
 
 
+def test_some_elements_of_a_joined_vector_have_another_factor():
+    want = numbers(24)
+    got = want.copy()
+    got[[3, 4, 5, 6, 20, 21]] *= 1.5
+    assert headline(got, want) == (
+        "right except 6 of 24 elements, first at (3); there off by the constant factor 1.5: a scale is missing or wrong"
+    )
+
+
+@pytest.mark.parametrize("places", [slice(3, 6), slice(3, 10)])
+def test_few_elements_or_most_are_no_exception(places):
+    want = numbers(12)
+    got = want.copy()
+    got[places] *= 1.5
+    assert headline(got, want).startswith("no pattern")
+
+
+def test_elements_near_their_budgets_are_no_exception():
+    want = numbers(12)
+    got = want.copy()
+    got[3:7] *= 1 + 1.5 * 2.0**-8
+    assert headline(got, want, relative=2.0**-8).startswith("no pattern")
+
+
+def test_elements_with_other_numbers_have_no_pattern():
+    want = numbers(12)
+    assert headline(np.concatenate([want[:8], numbers(4, seed=1)]), want).startswith("no pattern")
+
+
 def test_wrong_where_a_pair_of_ranks_owns():
     want, other = numbers(4, 8), numbers(4, 8, seed=1)
     tp, cp = columns_of((4, 8), 4), columns_of((8, 4), 2).T

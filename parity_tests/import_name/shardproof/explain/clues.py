@@ -88,6 +88,7 @@ CLUES = (
     arithmetic.fitted_change,
     sums.unequal_copies,
     places.wrong_region,
+    places.changed_elements,
     sums.zero_addend,
     _right_forward,
     _full_mesh_collective,

@@ -113,6 +113,30 @@ def _is_wrong_only_at(evidence: Evidence, name: str) -> bool:
     return name in evidence.borders and not (evidence.is_wrong & ~evidence.borders[name]).any()
 
 
+LEAST_CHANGED = 4  # elements: fewer may be multiples of the reference's by chance
+
+
+def changed_elements(evidence: Evidence) -> Iterator[Note]:
+    """One number explains all wrong elements, at most half of the tensor: a few rows, or parameters of a vector."""
+    wrong = evidence.restricted_to(evidence.is_wrong)
+    if not _may_be_a_change(evidence) or not wrong.got.any() or any(wrong_region(evidence)):
+        return
+    if not wrong.differs(wrong.want, slack=2.0).all():  # an error of rounding is near the budget somewhere
+        return
+    number_note = next(chain(named_change(wrong), fitted_change(wrong)), None)
+    if number_note is not None:
+        first = index_text(tuple(int(i) for i in np.argwhere(evidence.is_wrong)[0]))
+        where = f"right except {evidence.wrong_count} of {evidence.got.size} elements, first at {first}"
+        claims = {f"elsewhere right: {claim}": words for claim, words in number_note.claims.items()}
+        weaker = {f"elsewhere right: {claim}" for claim in number_note.implied}
+        yield Note(f"{where}; there {number_note}", ACROSS_SIZES, claims, weaker, applies=_may_be_a_change)
+
+
+def _may_be_a_change(evidence: Evidence) -> bool:
+    """Whether enough elements are wrong, and enough are right."""
+    return LEAST_CHANGED <= evidence.wrong_count <= evidence.got.size // 2
+
+
 def worst_element(evidence: Evidence) -> Note:
     """The element with the largest error, in budgets."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
