@@ -1,5 +1,6 @@
 """Files as a user would write them, right and wrong, for the tests of the command."""
 
+import importlib.util
 from pathlib import Path
 
 HEAD = """
@@ -50,3 +51,12 @@ def written(name, *parts, **of_all):
     """The name of a file of these parts; keywords are of every scheme that `declare` declares in it."""
     Path(name).write_text(HEAD.replace(", **changes}", f", **{of_all}, **changes}}") + "".join(parts))
     return name
+
+
+def module_of(file, text):
+    """A module of this text, in a file of its own."""
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

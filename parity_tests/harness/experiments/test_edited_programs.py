@@ -54,6 +54,18 @@ def test_an_input_whose_terms_are_not_summed():
     assert {notes[label][0] for label in ("out", "d/d x", "d/d y")} == {f"{RIGHT_ONCE}y is summed over dp"}
 
 
+def test_an_input_that_is_summed_and_divided_lacks_no_sum():
+    """A second sum would undo the division."""
+
+    def mean_of_terms(mesh, x):
+        return torch.tanh(all_reduce(x, mesh["dp"]) / mesh.size("dp"))
+
+    notes = notes_on_case(
+        mean_of_terms, lambda x: jnp.tanh(x), {"x": "n dp=P"}, "n dp=I", {"dp": 2, "n": 4}, mesh={"dp": (1, 2, 3)}
+    )  # fmt: skip
+    assert all("is summed over" not in note for each in notes.values() for note in each)
+
+
 def last_ranks_sum(mesh, x):
     total = torch.zeros_like(x[0])
     for part in all_gather(x.sum(0)[None], mesh["tp"], out="I"):

@@ -1,6 +1,5 @@
 """Edits that make every tensor right and name the wrong line: another branch, or the call of a wrong function."""
 
-import importlib.util
 import sys
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parity_tests.harness.experiments.test_edited_lines import first_note
 from parity_tests.specimens.noted_scheme import declared
+from parity_tests.specimens.user_files import module_of
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import token_below, values
 from shardproof.experiments.edited_lines import OR_CALLED, _files_around, _leads_around_torch
@@ -80,15 +80,6 @@ def damped(x, own_rows, group_of_rows):
     mean = all_reduce(x.sum(0), group_of_rows) / own_rows
     return x / (1 + mean * mean)
 """
-
-
-def module_of(file, text):
-    """A module of this text, in a file of its own."""
-    file.write_text(text)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_wrong_function_is_named_before_its_call(tmp_path):

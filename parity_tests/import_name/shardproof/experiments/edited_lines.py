@@ -234,7 +234,8 @@ def _by_rank(
     only_gradients = all(tensor.ok for tensor in report.tensors if tensor.role == "output")
     of_backward = {code for code, running in functions.items() if running.in_backward}
     suspicion = _suspicion(scheme, functions, others, kept)
-    around = _files_around(scheme, {code.co_filename for code in functions})
+    files = {code.co_filename for code in functions}
+    around, trusted = _files_around(scheme, files), set() if _is_ours(scheme) else _of_ours(files)
     by_rank: dict[int, list[LineEdit]] = {}
     for edit in sorted(
         edits,
@@ -244,20 +245,26 @@ def _by_rank(
             not isinstance(edit.old, ast.stmt),  # few for each line, and the time may not be enough for all
         ),
     ):
-        by_rank.setdefault(AROUND if edit.unit.file in around else edit.rank, []).append(edit)
+        if edit.unit.file not in trusted:
+            by_rank.setdefault(AROUND if edit.unit.file in around else edit.rank, []).append(edit)
     return by_rank
 
 
 def _files_around(scheme: Declared, files: set[str]) -> set[str]:
-    """Of the files that run, those around the code to verify: functions of ours, and the scheme's if it calls others.
-
-    Around a user's scheme these are all of ours, else our collectives.
-    """
-    is_ours = Path(scheme.file).is_relative_to(TESTS)
-    functions = {file for file in files if file.startswith(COLLECTIVES if is_ours else OURS)}
+    """Of the files that run, those around the code to verify: our collectives, and the scheme's if it calls others."""
+    functions = {file for file in files if file.startswith(COLLECTIVES)} if _is_ours(scheme) else _of_ours(files)
     if scheme.file.startswith(str(TESTS / "collectives")):
         functions.clear()
     return functions | (set() if files <= {*functions, scheme.file} else {scheme.file})
+
+
+def _is_ours(scheme: Declared) -> bool:
+    return Path(scheme.file).is_relative_to(TESTS)
+
+
+def _of_ours(files: set[str]) -> set[str]:
+    """The files of our functions: a user's scheme calls them and does not change them."""
+    return {file for file in files if file.startswith(OURS)}
 
 
 def _suspicion(

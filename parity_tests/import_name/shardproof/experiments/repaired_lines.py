@@ -12,6 +12,7 @@ stays wrong for another reason.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from shardproof.engines.lockstep.repair import (
 from shardproof.experiments import cases
 from shardproof.experiments.unsummed_edges import places_of_missing_sums
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import CONTEXT, NOT_DIFFERENTIABLE, READ_TOO_EARLY, Note
+from shardproof.explain.note import CONTEXT, IN_THIS_CASE, NOT_DIFFERENTIABLE, READ_TOO_EARLY, Note
 from shardproof.explain.places import NO_PATTERN, NOT_FINITE
 from shardproof.explain.sums import different_copies, missing_sum
 from shardproof.judge.compare import TensorComparison
@@ -51,15 +52,14 @@ def name_lines(
     if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
         clearest = _clearest_failure(report, other_reports, gradients)
         repairs = list(_repairs(clearest.ledger.rows))
-        repair_of_label = {
-            label: repair
-            for label, repair in _that_make_right(scheme, clearest, gradients, repairs).items()
-            if _is_right_on_another_mesh(scheme, report.case, label, repair)
-        }
+        right_here = _that_make_right(scheme, clearest, gradients, repairs)
+        on_all_meshes = {label: _on_another_mesh(scheme, report.case, label, r) for label, r in right_here.items()}
+        repair_of_label = {label: repair for label, repair in on_all_meshes.items() if repair is not None}
         words_of_label = _words_of_lines(scheme, report, clearest, gradients, repair_of_label, notes)
         if words_of_label.keys() >= set(gradients):  # a repair counts only if nothing stays wrong
             for label, (words, sites) in words_of_label.items():
-                by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}", sites)
+                named = _extended(by_label[label], FORWARD_EQUAL, f": {words}", sites)
+                by_label[label] = tuple(sorted(named, key=lambda note: IN_THIS_CASE in note))  # the line says more
     cuts = {CallSite(row.op, row.source, row.phase): row for row in report.ledger.rows if row.cuts_graph}
     for label in gradients if cuts else ():
         if FORWARD_EQUAL in by_label[label]:  # no line is named
@@ -112,7 +112,7 @@ def _words_of_lines(
     for label, repair in repair_of_label.items():
         share = next((axis for axis in report.case.mesh if _is_share(notes[label], axis)), None)
         is_cut = (repair.op, repair.source, repair.phase) in cuts
-        words[label] = _words(repair, share, is_cut=is_cut), [repair.site]
+        words[label] = _words(repair, share, is_cut=is_cut), repair.sites
     for axis in report.case.mesh:
         unequal = [label for label in gradients if label not in words and _differs(notes[label], axis)]
         place_of_label = places_of_missing_sums(scheme, clearest, unequal, axis) if unequal else {}
@@ -242,14 +242,22 @@ def _is_right_elsewhere(scheme: Declared, case: CaseSpec, label: str, repair: Re
     )
 
 
-def _is_right_on_another_mesh(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
-    """Whether the repair is right on another mesh too, if there is one.
+def _on_another_mesh(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> Repair | None:
+    """The repair if it is right on another mesh too, else with the same mistake in the other lines there, else None.
 
-    Omitting a sum over too large a group is not. Always True for a single collective of a line, because its number
-    differs there.
+    Omitting a sum over too large a group is right on one mesh alone. A single collective of a line is not tried there,
+    because its number differs.
     """
-    if repair.seq is not None:
-        return True
+    if repair.seq is not None or _is_right_there(scheme, case, label, repair):
+        return repair
+    another = next(cases.reports(scheme, [cases.on_another_mesh(scheme, case, 4)]), None)
+    more = () if another is None else tuple(_other_lines(another.ledger.rows, repair))
+    of_all = replace(repair, other_lines=more)
+    return of_all if more and _is_right_there(scheme, case, label, of_all) else None
+
+
+def _is_right_there(scheme: Declared, case: CaseSpec, label: str, repair: Repair) -> bool:
+    """Whether the repair makes the tensor right on another mesh, or there is none."""
     repaired = cases.reports(scheme, [cases.on_another_mesh(scheme, case, 4)], under(repair))
     return all(
         report.failure is None and all(tensor.ok for tensor in report.tensors if tensor.label == label)
@@ -257,27 +265,42 @@ def _is_right_on_another_mesh(scheme: Declared, case: CaseSpec, label: str, repa
     )
 
 
+def _other_lines(rows: Sequence[LedgerRow], repair: Repair) -> list[str]:
+    """The other lines that issue the repaired operation in its phase, over several ranks."""
+    alike = [row for row in rows if (row.op, row.phase) == (repair.op, repair.phase) and len(row.group) > 1]
+    return list(dict.fromkeys(row.source for row in alike if row.source not in (repair.source, "?")))
+
+
 def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
-    """Repairs for each line, the backward's first; then for single collectives of lines that issue several."""
+    """Repairs for each line, the backward's first; then of all lines at once; then for single collectives of a line."""
     numbers: dict[tuple[str, str, str], dict[int, None]] = {}
     for row in rows:
         if len(row.group) > 1 and row.source != "?" and row.op not in ("send", "recv", "barrier"):
             numbers.setdefault((row.phase, row.op, row.source), {})[row.seq] = None
     lines = sorted(numbers, key=lambda line: line[0] != "bwd")
-    for seqs_of in (lambda line: [None], lambda line: list(numbers[line]) if len(numbers[line]) > 1 else []):
-        for phase, op, source in lines:
-            actions = OF_THE_BACKWARD.get(op, ()) if phase == "bwd" else (SUM_GRADIENT,)
-            for seq in seqs_of((phase, op, source)):
-                yield from (Repair(op, source, phase, action, seq) for action in actions)
+    of_lines = [
+        Repair(op, source, phase, action)
+        for phase, op, source in lines
+        for action in (OF_THE_BACKWARD.get(op, ()) if phase == "bwd" else (SUM_GRADIENT,))
+    ]
+    yield from of_lines
+    for repair in of_lines:
+        others = _other_lines(rows, repair)
+        if others and repair.source < min(others):
+            yield replace(repair, other_lines=tuple(others))
+    for repair in of_lines:
+        seqs = list(numbers[repair.phase, repair.op, repair.source])
+        yield from (replace(repair, seq=seq) for seq in (seqs if len(seqs) > 1 else ()))
 
 
 def _words(repair: Repair, share: str | None, *, is_cut: bool) -> str:
+    places = " and ".join(sorted(map(str, repair.sites)))
     if is_cut and repair.action == SUM_GRADIENT:
         return f"{without_derivative(repair.site)}, without a sum of the ranks' gradients"
     return {
-        OMIT: f"{repair.site} [bwd] is one too many",
-        SWAP_SUM_AND_MEAN: f"{repair.site} [bwd] sums in place of averaging, or averages in place of summing",
-        SUM_GRADIENT: _words_of_sum(f"the backward of {repair.site}", share, "a sum of the ranks' gradients"),
+        OMIT: f"{places} [bwd] {'is one' if len(repair.sites) == 1 else 'are'} too many",
+        SWAP_SUM_AND_MEAN: f"{places} [bwd] sums in place of averaging, or averages in place of summing",
+        SUM_GRADIENT: _words_of_sum(f"the backward of {places}", share, "a sum of the ranks' gradients"),
     }[repair.action]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,20 +20,30 @@ from shardproof.declare.declared import Declared
 from shardproof.draw.inputs import addend_axes
 from shardproof.engines.program import Program
 
+Wrapper = Callable[[Program], Program]
 
-def sums_of_inputs(scheme: Declared, case: CaseSpec) -> Iterator[tuple[str, Callable[[Program], Program]]]:
-    """For each input and each axis of several ranks that have terms of it, the words and the wrapper of the sum."""
+
+def sums_of_inputs(scheme: Declared, case: CaseSpec) -> Iterator[tuple[str, Wrapper, Wrapper]]:
+    """For each input and each axis of several ranks that have terms of it, the words and the wrapper of the sum.
+
+    The second wrapper multiplies the terms by the number of ranks. If that makes the function right too, it has the sum
+    and divides it.
+    """
     for arg in scheme.inputs:
         for axis in addend_axes(arg, "input"):
             if case.mesh[axis] > 1 and not arg.modified:
-                yield f"{arg.name} is summed over {axis}", _with_sum(arg.name, axis)
+                with_input = partial(_with_input, arg.name)
+                yield (
+                    f"{arg.name} is summed over {axis}",
+                    with_input(lambda x, mesh, axis=axis: _Sum.apply(x, mesh[axis])),
+                    with_input(lambda x, mesh, axis=axis: x * mesh.size(axis)),
+                )
 
 
-def _with_sum(name: str, axis: str) -> Callable[[Program], Program]:
+def _with_input(name: str, change: Callable[[Tensor, Any], Any]) -> Wrapper:
     def wrap(program: Program) -> Program:
         def fn(mesh: Any, **arguments: Any) -> Any:
-            total = _Sum.apply(arguments[name], mesh[axis])
-            return program.fn(mesh, **{**arguments, name: total})
+            return program.fn(mesh, **{**arguments, name: change(arguments[name], mesh)})
 
         return replace(program, fn=fn)
 

@@ -44,8 +44,8 @@ ALL_RANKS = "all ranks"  # in place of an axis
 class Repair:
     """`action` applies to the calls of `op` that line `source` issues in `phase`: all, or only number `seq`.
 
-    A line in a shared function issues many collectives, and one of them may be wrong. `reduce_op` and `axis` belong to
-    REDUCE: None keeps the operation, or the group.
+    A line in a shared function issues many collectives, and one of them may be wrong. The same mistake may stand in
+    `other_lines` too. `reduce_op` and `axis` belong to REDUCE: None keeps the operation, or the group.
     """
 
     op: str
@@ -55,14 +55,20 @@ class Repair:
     seq: int | None = None
     reduce_op: str | None = None
     axis: str | None = None
+    other_lines: tuple[str, ...] = ()
 
     @property
     def site(self) -> CallSite:
         """The call site that is repaired."""
         return CallSite(self.op, self.source, self.phase, self.seq)
 
+    @property
+    def sites(self) -> list[CallSite]:
+        """The call site, and those of the other lines."""
+        return [self.site, *(CallSite(self.op, source, self.phase) for source in self.other_lines)]
+
     def concerns(self, row: LedgerRow, action: str) -> bool:
-        return self.action == action and self.site.has(row)
+        return self.action == action and any(site.has(row) for site in self.sites)
 
     def mend_results(self, calls: Sequence[CommunicationCall]) -> None:
         """Replace the results of the calls of one rendezvous."""
