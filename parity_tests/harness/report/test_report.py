@@ -163,6 +163,19 @@ def test_a_note_that_tensors_share_is_said_once_under_their_names():
     ]
 
 
+def test_a_headline_that_tensors_share_is_read_before_other_notes():
+    assert noted(_0=("wrong on rank 1",), _1=(FACTOR, LINE), _2=(FACTOR,))[:2] == ["out", "    wrong on rank 1"]
+    assert noted(_0=(FACTOR, "wrong on rank 1"), _1=(FACTOR, LINE)) == [
+        *THREE,
+        "out, d/d x:",
+        f"    {FACTOR}",
+        "out:",
+        "    wrong on rank 1",
+        "d/d x:",
+        f"    {LINE}",
+    ]
+
+
 def test_a_note_says_nothing_that_stands_elsewhere():
     """A line of the table has the place of its worst element, and another tensor its own note."""
     places = [(f"no pattern; worst at ({i}), owner tp rank 0",) for i in (1, 2)]

@@ -25,7 +25,7 @@ from shardproof.judge.reference import evaluate, evaluated
 from shardproof.report.report import Report
 
 OWN = "each rank computes the reference of its own shard"
-ADDED = "the ranks' references of their own shards are added up, as where a mean divides by a local count"
+ADDED = "the ranks' references of their own shards are added up, as where a root or a local mean comes before the sum"
 AVERAGED = "the ranks' references of their own shards are averaged, as where a mean divides by a local count"
 SIDE_BY_SIDE = "the ranks' references of their own shards stand side by side along "  # a dim
 Notes = Mapping[str, tuple[Note, ...]]

@@ -1,7 +1,7 @@
 """The table of a report: a line for each tensor, with notes.
 
 A note on one tensor stands under its line. A note that several tensors have stands once, below the table, under the
-names of these tensors.
+names of these tensors. If the headline is such a note, all notes stand below, so that it is read first.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ MOST_NAMED = 4  # tensors; if there are more, and all that are wrong, their numb
 
 
 def tensor_table(report: Report) -> list[RenderableType]:
-    """A line for each tensor with the notes on it alone, then the notes that tensors share."""
+    """A line for each tensor with the notes on it alone, then the notes that stand below."""
     cells = [COLUMNS, *(_cells(report, tensor) for tensor in report.tensors)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
     table: list[RenderableType] = [Text(lines[0], style="dim")]
     notes = notes_by_tensors(report)
+    first, of_first = next(iter(notes.items()), ((), []))
+    is_headline_shared = len(first) > 1 and of_first[0] != NO_PATTERN
+    under_lines = {} if is_headline_shared else {labels: each for labels, each in notes.items() if len(labels) == 1}
     for tensor, line in zip(report.tensors, lines[1:], strict=True):
         table.append(Row(line, style="" if tensor.ok else "red"))
-        table += [Sentence(f"    {note}") for note in notes.get((tensor.label,), ())]
-    for labels, shared in notes.items():
-        if len(labels) > 1:
-            table += [Sentence(f"  {names(report, labels)}:"), *(Sentence(f"    {note}") for note in shared)]
+        table += [Sentence(f"    {note}") for note in under_lines.get((tensor.label,), ())]
+    for labels, below in notes.items():
+        if labels not in under_lines:
+            table += [Sentence(f"  {names(report, labels)}:"), *(Sentence(f"    {note}") for note in below)]
     return table
 
 
