@@ -21,6 +21,7 @@ from shardproof.engines.failure import RankFailure, Shared
 from shardproof.engines.ledger import Finding, Ledger
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.note import NOT_DIFFERENTIABLE, READ_TOO_EARLY, Note
+from shardproof.explain.places import NOT_FINITE
 from shardproof.judge.compare import TensorComparison
 from shardproof.report.sentence import LINE, Sentence, as_text
 from shardproof.report.tensor_table import names, notes_by_tensors, tensor_table
@@ -380,6 +381,10 @@ class Report:
             kinds = ", ".join(f"{name} {kind}" for name, kind in extreme.items())
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
+        unread = [name for name, value in self.case.values.items() if value.get("padding") == "nan"]
+        if unread and any(note.startswith(NOT_FINITE) for notes in self.notes.values() for note in notes):
+            rows = f"NaN in the rows of {', '.join(unread)} that are not read"
+            hints.append(f"drawn for it: {rows}; leave them out with torch.where, not with a product")
         if SPARE in self.case.mesh:
             hint = (
                 f"inside a larger world: {SPARE} is not an axis of the scheme; the scheme's mesh is half of the ranks"
