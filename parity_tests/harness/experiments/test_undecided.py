@@ -336,6 +336,34 @@ def test_a_mistake_beside_such_a_jump_is_a_mismatch(function, promise):
     assert mark_undecided(declaration, report).verdict == "mismatch"
 
 
+def router(function):
+    """The largest probabilities of each token: libraries take others of many equal ones."""
+    return scheme(
+        reference=lambda x: jax.lax.top_k(jax.nn.softmax(x, -1), 2)[0], mesh={"dp": (1, 2)}, inputs={"x": "t/dp e"},
+        outputs="t/dp k", dims={"k": (2,), "e": (8,)}, dtypes=("float32",),
+    )(lambda mesh, x: function(x.softmax(-1)))  # fmt: skip
+
+
+ZEROS_BESIDE_LARGE = {"kind": "zeros", "border": ["large", 5, "last"]}
+
+
+@pytest.mark.parametrize("value", [{"kind": "zeros"}, ZEROS_BESIDE_LARGE, {"kind": "ones"}, {"kind": "tiny"}], ids=str)
+def test_whichever_of_equal_probabilities_is_taken_the_case_is_undecided(value):
+    """The last two of eight: of orders at random, few have them first."""
+    declaration = router(lambda p: p.flip(-1).sort(dim=-1, descending=True, stable=True).values[..., :2])
+    for seed in range(4):
+        case = declaration.case(dp=1, t=4, e=8, k=2, seed=seed).replace(values={"x": value})
+        assert verify_or_undecided(declaration, case).verdict in ("undecided", "equal")
+
+
+@pytest.mark.parametrize("value", [{"kind": "zeros"}, {"kind": "ones"}], ids=str)
+def test_a_third_of_equal_probabilities_is_a_mismatch(value):
+    """The gradient goes to one expert too many, which no order of the experts gives."""
+    declaration = router(lambda p: p.sort(-1, descending=True).values[..., :2] + p.sum(-1, keepdim=True) * p[..., :1])
+    case = declaration.case(dp=1, t=4, e=8, k=2).replace(values={"x": value})
+    assert verify_or_undecided(declaration, case).verdict == "mismatch"
+
+
 def hidden_layer(function, **more):
     """A layer whose products may underflow: its relu is then at 0, where the reference has a small number."""
     return scheme(

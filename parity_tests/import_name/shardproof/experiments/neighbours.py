@@ -21,7 +21,7 @@ from shardproof.judge.compare import lost_below
 from shardproof.judge.reference import UNIT_ROUNDOFF, Reference, evaluate, operation_errors, unit_of_inputs
 from shardproof.judge.rounding import Underflow
 
-NEIGHBOURS = 16
+MOST_NEIGHBOURS = 160
 MAX_ROUNDINGS = 2.0  # largest change of an input in roundings; a budget allows eight
 UNDERFLOW = (1.0, 0.0, -1.0)  # a number below the tested dtype's is kept, becomes 0, or changes its sign
 INFINITY_RATIO = 8.0  # last over first of separated infinities
@@ -41,19 +41,28 @@ class Neighbour:
 
 
 def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) -> Iterator[Neighbour]:
-    """Equal numbers in rising order, in falling order, then all at random; with `infinities`, equal infinities too."""
+    """Equal numbers in rising order and in falling order, then at random and with another largest number in each row.
+
+    With `infinities`, equal infinities too.
+    """
     program = Program.of(scheme)
     full = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     unit = unit_of_inputs(scheme, case)
-    for direction in range(NEIGHBOURS):
+    for direction in range(MOST_NEIGHBOURS):
         arrays = dict(full)
         for arg in scheme.inputs:
             if not arg.is_integer:
                 rng = inputs.generator(case, f"moved {direction} {arg.name}")
                 arrays[arg.name] = _neighbour(full[arg.name], case, unit, direction, rng, infinities)
         underflow = Underflow(lost_below(case.dtype), UNDERFLOW[direction % len(UNDERFLOW)])
-        errors = operation_errors(scheme, case, f"operations {direction}")
+        # Errors of operations would undo the order of a rotated row.
+        errors = operation_errors(scheme, case, f"operations {direction}") * (_rotation(direction) is None)
         yield Neighbour(arrays, errors, underflow, not infinities)
+
+
+def _rotation(direction: int) -> int | None:
+    """How far the rising order of a row is rotated: once more in each fourth direction and in the one before it."""
+    return direction // 4 if direction >= 4 and direction % 4 >= 2 else None
 
 
 def has_equal_infinities(scheme: Declared, case: CaseSpec) -> bool:
@@ -81,27 +90,34 @@ def distinct(x: np.ndarray, case: CaseSpec) -> np.ndarray:
 def _neighbour(
     x: np.ndarray, case: CaseSpec, unit: float, direction: int, rng: np.random.Generator, infinities: bool
 ) -> np.ndarray:
-    # Of each two directions, one separates equal numbers by the rounding of typical numbers, the other by their own.
-    of_typical, pair = direction % 2 == 0, direction // 2
+    rotation = _rotation(direction)
+    # Of each two directions, one separates equal numbers by the rounding of typical numbers; the other by their own, or
+    # by that of ones, where typical numbers are large.
+    typical = _typical(x)
+    separation = typical if direction % 2 == 0 else 0.0 if rotation is None else min(typical, 1.0)
     rising = np.linspace(-1.0, 1.0, x.size).reshape(x.shape)
-    random = rng.choice((-1.0, 1.0), x.shape) * rng.uniform(0.5, 1.0, x.shape)
-    signs = (rising, -rising, random)[min(pair, 2)]
-    neighbour = x + _max_changes(x, unit, of_typical) * signs
+    if rotation is not None:  # each of a row's equal numbers becomes the largest, the second, and so on
+        signs = np.broadcast_to(np.roll(np.linspace(-1.0, 1.0, x.shape[-1] if x.shape else 1), rotation), x.shape)
+    elif direction < 4:
+        signs = rising if direction < 2 else -rising
+    else:
+        signs = rng.choice((-1.0, 1.0), x.shape) * rng.uniform(0.5, 1.0, x.shape)
+    neighbour = x + _max_changes(x, unit, separation, case.dtype) * signs
     if not infinities:
         return neighbour
     return _separate_infinities(neighbour, case, signs.ravel().argsort().argsort().reshape(x.shape))
 
 
-def _max_changes(x: np.ndarray, unit: float, of_typical: bool) -> np.ndarray:
-    """The largest change of each number: its own rounding.
+def _max_changes(x: np.ndarray, unit: float, separation: float, dtype: str) -> np.ndarray:
+    """The largest change of each number: its own rounding; for a zero, the least numbers.
 
-    At least a typical one for zeros and, if `of_typical`, for repeated numbers.
+    For zeros and repeated numbers, at least the rounding of `separation`.
     """
     size = np.where(np.isfinite(x), np.abs(x), 0.0)
+    size = np.where(x == 0.0, lost_below(dtype) / unit, size)
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    is_repeated = of_typical & (counts[inverse.reshape(x.shape)] > 1)
-    tied = (is_repeated | (x == 0.0)) & np.isfinite(x)
-    return MAX_ROUNDINGS * unit * np.where(tied, np.maximum(size, _typical(x)), size)
+    is_tied = ((counts[inverse.reshape(x.shape)] > 1) | (x == 0.0)) & np.isfinite(x)
+    return MAX_ROUNDINGS * unit * np.where(is_tied, np.maximum(size, separation), size)
 
 
 def _typical(x: np.ndarray) -> float:

@@ -24,7 +24,6 @@ from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
 from shardproof.engines.program import Program
 from shardproof.experiments.neighbours import (
-    NEIGHBOURS,
     Neighbour,
     distinct,
     has_equal_infinities,
@@ -35,7 +34,8 @@ from shardproof.judge.reference import Reference, evaluate, operation_unit
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
 
-MIN_NEIGHBOURS = 4  # if they explain no wrong element, the case is a mismatch
+MIN_NEIGHBOURS = 4  # if the reference jumps at none of them, the case is a mismatch
+NEIGHBOURS = 40  # and so it is if this many in turn explain no further element
 TIE = "tied inputs have no defined order or gradient; the example passes without ties"
 NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries return different values there"
 CHOICE = "the reference moves as far within the rounding of its inputs"
@@ -121,14 +121,17 @@ def _is_explained(
 ) -> bool:
     # If intermediates are rounded to the tested dtype, a jump is met by chance, and more neighbours are needed.
     enough = MIN_NEIGHBOURS if scheme.roundings <= 1 else NEIGHBOURS
+    fewest, last = sum(int(each.wrong.sum()) for each in ranges), 0
     for count, neighbour in enumerate(case_neighbours, start=1):
         reference = neighbour.reference(scheme, case)
         for each in ranges:
             each.include(reference, neighbour.is_near)
-        unexplained = [each.unexplained() for each in ranges]
-        if not any(mask.any() for mask in unexplained):
+        unexplained = sum(int(each.unexplained().sum()) for each in ranges)
+        if not unexplained:
             return True
-        if count == enough and all((mask == each.wrong).all() for mask, each in zip(unexplained, ranges, strict=True)):
+        if unexplained < fewest:  # of many equal numbers each neighbour takes another for the largest
+            fewest, last = unexplained, count
+        if count - last >= (NEIGHBOURS if last or any(each.jumps for each in ranges) else enough):
             return False
     return False
 
@@ -152,6 +155,7 @@ class _Range:
         self._not_finite = {value: np.zeros(tensor.want.shape, bool) for value in (np.nan, np.inf, -np.inf)}
         self._extend(tensor.want, tensor.element_budgets)
         self._no_finite_gradient = ~np.isfinite(tensor.want) & (tensor.role == "gradient")
+        self.jumps = False  # at some neighbour, further than any budget
 
     def include(self, reference: Reference, is_near: bool) -> None:
         """Extend the range by the values of another reference; a near one uses its own budget."""
@@ -159,6 +163,8 @@ class _Range:
         budgets = self.tensor.element_budgets
         if is_near and not self.tensor.argument.is_integer:
             budgets = compare.element_budgets_at(self._scheme, self._case, self.tensor, values, spread)
+        with np.errstate(invalid="ignore"):
+            self.jumps |= bool((np.abs(values - self.tensor.want.astype(np.float64)) > budgets).any())
         self._extend(values, budgets)
 
     def _extend(self, values: np.ndarray, budgets: np.ndarray) -> None:

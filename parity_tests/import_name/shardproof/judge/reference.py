@@ -356,9 +356,13 @@ def _tangent_errors(scheme: Declared, case: CaseSpec) -> np.ndarray:
 
 
 def operation_errors(scheme: Declared, case: CaseSpec, name: str) -> np.ndarray:
-    """Relative errors that the reference's operations could actually make, different for each name."""
-    signs = 2.0 * inputs.generator(case, name).integers(0, 2, size=POOL) - 1.0
-    return operation_unit(scheme, case) * signs
+    """Relative errors that the reference's operations could actually make, different for each name.
+
+    They differ in size too, so that equal intermediates get any order: all with the larger error would stay equal.
+    """
+    rng = inputs.generator(case, name)
+    signs = 2.0 * rng.integers(0, 2, size=POOL) - 1.0
+    return operation_unit(scheme, case) * signs * rng.uniform(0.5, 1.0, POOL)
 
 
 def unit_of_inputs(scheme: Declared, case: CaseSpec) -> float:
