@@ -361,3 +361,24 @@ def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch,
     assert discover.left_out() == {
         "parity_tests/parallelizer/test_wanting.py": "needs transformers; pip install -e '.[hf]' in the clone"
     }
+
+
+@pytest.mark.parametrize("mistake", ["axis", "gradient type", "two of one name"])
+def test_a_message_fits_the_columns_that_are_set_and_a_pipe_gets_one_line(shardproof, monkeypatch, mistake):
+    text, sentence = MISTAKES[mistake]
+    written("bad.py", text)
+    assert shardproof("verify", "bad.py")[2] == f"shardproof: {sentence}\n"
+    for columns in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = shardproof("verify", "bad.py")[2].splitlines()
+        assert len(lines) > 1 and max(map(len, lines)) <= columns
+        assert " ".join(" ".join(lines).split()) == f"shardproof: {sentence}"
+
+
+def test_a_broken_line_keeps_quotes_and_commands_whole(shardproof, monkeypatch):
+    written("bad.py", MISTAKES["axis"][0].replace("b/tq", "b c/tq"))
+    for columns in range(60, 100, 4):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert "'b c/tq'" in shardproof("verify", "bad.py")[2]
+        message = shardproof("bad.py")[2]
+        assert "shardproof verify bad.py" in message and max(map(len, message.splitlines())) <= columns

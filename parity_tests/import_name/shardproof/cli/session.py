@@ -280,11 +280,7 @@ def _named_if_long(what: str, bar: Progress) -> Iterator[None]:
     """Name on standard error a scheme that has run for LONG_S seconds, if no progress bar shows it."""
 
     def name() -> None:
-        print(
-            f"shardproof: {what}, has run for {LONG_S:g} s; --limit SECONDS ends it after a case",
-            file=sys.stderr,
-            flush=True,
-        )
+        complain(f"{what}, has run for {LONG_S:g} s; --limit SECONDS ends it after a case")
 
     timer = threading.Timer(LONG_S, name)
     timer.daemon = True

@@ -187,9 +187,9 @@ def complain(sentence: str) -> None:
     from shardproof.report.sentence import Sentence
 
     # Left to itself, rich would raise where the disk is full, and exit with 1 where nobody reads.
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=Console(stderr=True).is_terminal, soft_wrap=True)
-    console.print(Sentence(f"shardproof: {sentence}", style="red"))
+    text, stderr = io.StringIO(), Console(stderr=True)
+    console = Console(file=text, force_terminal=stderr.is_terminal, soft_wrap=True)
+    console.print(Sentence(f"shardproof: {sentence}", style="red").broken_for(stderr, stderr.width))
     if sys.stderr is not None:  # closed by the process that started this one
         with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
             sys.stderr.write(text.getvalue())

@@ -17,7 +17,10 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 LINE = 80  # columns
+UNBROKEN = "\0"  # a space inside of code, while its line is broken
 BELOW = " " * 4  # where the rest of a row begins
+# Quoted text, and a command with its options and files: a reader copies them.
+CODE = re.compile(r"(?<!\w)'[^'\n]*'(?!\w)|`[^`\n]*`|\bshardproof [a-z]+(?: [\w-]*[-./=:][\w./=:*-]*\w)*")
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,15 @@ class Sentence:
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.broken_for(console, options.max_width)
+
+    def broken_for(self, console: Console, width: int) -> Text:
+        """The text as this console has it; another one may print it."""
         text = self.text
         if is_broken(console):
-            width = min(LINE, options.max_width) if console.is_terminal else options.max_width
+            width = min(LINE, width) if console.is_terminal else width
             text = "\n".join(_wrapped(line, width) for line in text.splitlines())
-        yield Text(text, style=self.style)
+        return Text(text, style=self.style)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,9 @@ def _wrapped(line: str, width: int) -> str:
 
 def _lines(text: str, width: int, below: str) -> list[str]:
     """The broken lines; a word that is too long for its indentation moves to the left."""
+    text = CODE.sub(lambda code: code[0].replace(" ", UNBROKEN) if len(code[0]) <= width // 2 else code[0], text)
     lines = textwrap.wrap(text, width, subsequent_indent=below, break_on_hyphens=False, break_long_words=False)
+    lines = [line.replace(UNBROKEN, " ") for line in lines]
     return [line[min(max(len(line) - width, 0), len(line) - len(line.lstrip())) :] for line in lines]
 
 
