@@ -139,7 +139,7 @@ def test_each_save_gets_the_verdict_of_what_was_saved(tmp_path):
         watch.save_scheme(change="(")
         verdict = watch.verdict()
         assert "cannot import my_scheme.py:16: SyntaxError" in verdict and verdict.endswith(
-            " s. Waiting for a save of my_scheme.py, or of 1 other file; Ctrl-C ends.\n"
+            " s. Waiting for a save of my_scheme.py or my_factors.py; Ctrl-C ends.\n"
         )
         assert re.fullmatch(r"\d\d:\d\d:\d\d  \d+\.\d s\. Waiting .*", verdict.splitlines()[-1])
         watch.save_scheme(change=" * 0.25")
@@ -306,3 +306,18 @@ def test_options_that_a_watch_cannot_keep():
     ):
         with pytest.raises(ValueError, match=sentence):
             at_each_save.watch(targets, options)
+
+
+@pytest.mark.parametrize(
+    ("target", "files", "named"),
+    [
+        ("a.py", ["a.py", "../elsewhere.py"], "a.py"),
+        ("a.py::right", ["a.py", "b.py", "sub/c.py"], "a.py::right or b.py or sub/c.py"),
+        ("a.py", ["a.py", "b.py", "c.py", "d.py", "e.py", "f.py"], "a.py or b.py or c.py or d.py or 2 more"),
+        ("sub", ["b.py", "sub/c.py"], "sub or b.py"),
+    ],
+)
+def test_the_files_that_are_waited_for_have_names(tmp_path, monkeypatch, target, files, named):
+    monkeypatch.chdir(tmp_path)
+    verdict = at_each_save.Verdict(0, files=tuple(os.path.realpath(file) for file in files))
+    assert at_each_save._waiting([target], verdict) == f"Waiting for a save of {named}; Ctrl-C ends."

@@ -28,7 +28,6 @@ from rich.console import Console
 
 from shardproof.cli import session
 from shardproof.declare import discover
-from shardproof.declare.counted import counted
 from shardproof.endings.exit_status import INTERRUPTED
 from shardproof.engines.collector import freeze_heap
 from shardproof.engines.processes import forks
@@ -42,6 +41,7 @@ from shardproof.report.summary import Outcome, VerifyOptions
 
 POLL_S = 0.04  # a save is noticed within it, and taken once the file has not changed for as long
 PATIENCE_S = 10.0  # after which a verdict ends if its file has been saved meanwhile; a failure that is told ends it
+MOST_NAMED = 3  # of the files that a target imports
 IDLE_POLLS = 25  # until it counts as idle, and between two looks at this project's own files
 # What every verdict needs; further modules of these packages are imported once a verdict has needed them. None starts
 # a thread when it is imported.
@@ -195,10 +195,13 @@ def _is_replay(file: Path) -> bool:
 
 
 def _waiting(targets: list[str], verdict: Verdict) -> str:
-    given = {os.path.realpath(target.partition("::")[0]) for target in targets}
-    others = len(set(verdict.files) - given)
-    more = f", or of {counted(others, 'other file')}" if others else ""
-    return f"Waiting for a save of {' or '.join(targets)}{more}; Ctrl-C ends."
+    """The sentence that names the targets, and the first other files of the working folder that a save may be of."""
+    given = [Path(target.partition("::")[0]).resolve() for target in targets]
+    here = Path.cwd()
+    files = [file for file in map(Path, verdict.files) if not any(file.is_relative_to(path) for path in given)]
+    named = sorted(str(file.relative_to(here)) for file in files if file.is_relative_to(here))
+    more = [f"{len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
+    return f"Waiting for a save of {' or '.join([*targets, *named[:MOST_NAMED], *more])}; Ctrl-C ends."
 
 
 class Saves:
