@@ -119,6 +119,7 @@ def same(mesh, x):
             "annotation",
         ),
         (lambda x: (x, x), "returned 2 outputs, outputs has 1"),
+        (lambda x: {"out": x}, "returned dict for 'out'; return a JAX array"),
         (lambda x: x.sum(-1), "returned (2,) for 'out', 'b s/cp' says (2, 8)"),
         (lambda x: x + {}, None),
     ],
@@ -131,7 +132,17 @@ def test_an_invalid_reference_is_rejected(reference, sentence):
         assert str(caught.value).startswith(f"{start}raised TypeError at test_first_run.py:")
         assert "\n" not in str(caught.value)
     else:
-        assert str(caught.value) == start + sentence
+        assert str(caught.value) == f"{start}(test_first_run.py:{reference.__code__.co_firstlineno}) {sentence}"
+
+
+def test_a_reference_without_an_output_is_named_with_its_line():
+    def one(x):
+        return {"y": x}
+
+    with pytest.raises(ReferenceFailure) as caught:
+        first_run(lambda mesh, x: {"y": x, "z": x}, one, outputs={"y": "b s/cp", "z": "b s/cp"})
+    place = f"test_first_run.py:{one.__code__.co_firstlineno}"
+    assert str(caught.value).endswith(f"reference one ({place}) returned ['y'], outputs has ['y', 'z']")
 
 
 def test_integers_alone_and_no_gradient_at_all():

@@ -32,7 +32,7 @@ MISTAKES = {
     ),
     "float32": (
         RIGHT.replace("(right)", "(right, reference=lambda x: x.astype(jnp.float32))"),
-        "scheme 'right': reference <lambda> returned float32 for 'out' from float64 inputs; "
+        "scheme 'right': reference <lambda> (bad.py:15) returned float32 for 'out' from float64 inputs; "
         "drop the cast, the reference states the mathematics in float64",
     ),
     "reference raises": (
@@ -45,7 +45,7 @@ MISTAKES = {
     ),
     "broadcast": (
         RIGHT.replace("(right)", "(right, reference=lambda x: (x[:, None] + jnp.ones(3))[:, :2])"),
-        "scheme 'right': reference <lambda> returned (1, 2) for 'out', 'b/tp' says (1,)",
+        "scheme 'right': reference <lambda> (bad.py:15) returned (1, 2) for 'out', 'b/tp' says (1,)",
     ),
     "two of one name": (
         RIGHT + RIGHT.replace("x * 2", "x * 3"),

@@ -46,7 +46,7 @@ def test_a_reference_that_does_not_repeat_itself_is_named():
     declared = scheme(
         reference=noisy, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", draw={"x": values("normal")}
     )(lambda mesh, x: 2 * x)
-    sentence = r"noisy gives other numbers for 'out' when it is traced again \(test_reference.py:\d+\)"
+    sentence = r"noisy \(test_reference.py:\d+\) gives other numbers for 'out' when it is traced again: "
     for _ in range(2):  # it is not taken for one that repeats itself, after it was named
         with pytest.raises(ReferenceFailure, match=sentence):
             declared.verify(tp=2, examples=1)

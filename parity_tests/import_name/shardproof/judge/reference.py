@@ -124,8 +124,8 @@ def check_repeats(scheme: Declared, program: Program, case: CaseSpec, reference:
             if not np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f"):
                 raise _failure(
                     scheme,
-                    f"gives other numbers for '{name}' when it is traced again{_declared_at(scheme.reference)}: it "
-                    "reads a random generator, a clock or kept state; draw as an input what it needs",
+                    f"gives other numbers for '{name}' when it is traced again: it reads a random generator, a clock "
+                    "or kept state; draw as an input what it needs",
                 )
     kept_traces.REPEATED.add(scheme.reference)
 
@@ -220,8 +220,9 @@ def _call(
             raise
         except BaseException as error:
             pass_interrupt(error)
-            message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
-            raise _failure(scheme, message + _remedy(error, case)) from error
+            raised_at = at_users_line(error)
+            message = f"raised {type(error).__name__}{raised_at}: {_first_line(error)}"
+            raise _failure(scheme, message + _remedy(error, case), is_placed=bool(raised_at)) from error
         kept_traces.of_reference(scheme.reference)[signature] = program, structure
         CLOCK.seconds += time.perf_counter() - start
         CLOCK.count += 1
@@ -407,8 +408,10 @@ def _declared_at(reference: Callable[..., Any]) -> str:
     return "" if code is None else f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
-def _failure(scheme: Declared, message: str) -> ReferenceFailure:
-    return ReferenceFailure(f"scheme '{scheme.name}': {name_of_reference(scheme.reference)} {message}")
+def _failure(scheme: Declared, message: str, is_placed: bool = False) -> ReferenceFailure:
+    """The message after the reference's name, and its place unless the message has one."""
+    name, place = name_of_reference(scheme.reference), "" if is_placed else _declared_at(scheme.reference)
+    return ReferenceFailure(f"scheme '{scheme.name}': {name}{place} {message}")
 
 
 INTEGERS_ONLY = re.compile(r"integer\b.* type.*\bfloat\d")  # JAX's words on ids that are floats
