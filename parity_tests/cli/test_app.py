@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -270,6 +271,8 @@ def test_the_list_fits_into_80_columns_where_they_are_set(shardproof, monkeypatc
     broken = shardproof("list", "--all")[1]
     assert max(map(len, broken.splitlines())) <= 80 < max(map(len, whole.splitlines()))
     assert broken.split() == whole.split()
+    rest = [after for before, after in pairwise(broken.splitlines()) if before.strip() in ("verifies", "reference")]
+    assert rest and all(re.match(r"    \S", line) for line in rest)
 
 
 def test_list(shardproof):
@@ -299,6 +302,21 @@ def test_a_word_finds_the_schemes_whose_names_or_functions_contain_it(shardproof
     assert {"chunked_distributed_entropy", "cross_entropy_near_its_end", "logprob_with_entropy"} <= set(listed)
     assert shardproof("list", "distributedCross", "-q") == shardproof("list", "DistributedCrossEntropy", "-q")
     assert shardproof("list", "filtered_by_li")[0] == 2  # no public scheme, as for the whole name
+
+
+@pytest.mark.parametrize(
+    ("words", "schemes"),
+    [
+        ("clipping", {"clipped_with_experts"}),
+        ("ring attention", {"attention_in_dual_chunk_swap", "packed_attention_in_stripes"}),
+        ("attention Ring", {"attention_in_dual_chunk_swap", "packed_attention_in_stripes"}),
+        ("ulysses", {"attention_in_dual_chunk_swap"}),
+    ],
+)
+def test_words_of_the_table_of_functions_find_their_schemes(shardproof, words, schemes):
+    listed = set(shardproof("list", words, "-q")[1].split())
+    assert schemes <= listed and not {"vocab_parallel_logprob", "all_reduce"} & listed
+    assert shardproof("list", f"{words} nosuchword", "-q")[:2] == (2, "")
 
 
 def test_list_of_a_file_or_a_folder(shardproof):

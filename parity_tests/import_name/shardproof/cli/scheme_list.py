@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 
@@ -50,8 +51,7 @@ def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
         entry for entry in schemes if any(fnmatch(name, pattern) for name in _functions(entry))
     ]
     if not named and not set(pattern) & set("*?["):
-        word = pattern.lower()
-        named = [entry for entry in schemes if any(word in name.lower() for name in (entry.name, *entry.verifies))]
+        named = [entry for entry in schemes if all(_has(entry, word) for word in pattern.lower().split())]
     entries = [entry for entry in named if everything or entry.public]
     if not entries:
         from shardproof.declare import discover
@@ -62,6 +62,13 @@ def _built_in(pattern: str, everything: bool) -> list[scheme_index.Entry]:
         hint = discover.nearest(pattern, names)
         raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list --all shows all)")
     return entries
+
+
+def _has(entry: scheme_index.Entry, word: str) -> bool:
+    """Whether a word in lower case is in a name, or begins a word of a text."""
+    begins = re.compile(rf"\b{re.escape(word)}")
+    in_names = any(word in name.lower() for name in (entry.name, *entry.verifies))
+    return in_names or any(begins.search(text.lower()) for text in entry.search_texts)
 
 
 def _functions(entry: scheme_index.Entry) -> list[str]:
@@ -82,7 +89,9 @@ def _specs(entry: scheme_index.Entry) -> list[str]:
 
 def _names(entry: scheme_index.Entry) -> list[str]:
     verified = [f"verifies   {function}" for function in entry.verifies]
-    return [*verified, f"reference  {entry.reference}", f"file       {entry.file}:{entry.line}"]
+    module, _, name = entry.reference.rpartition(".")
+    reference = f"{name}, in this file" if module == entry.key.partition(":")[0] else entry.reference
+    return [*verified, f"reference  {reference}", f"file       {entry.file}:{entry.line}"]
 
 
 def _table(entries: Sequence[scheme_index.Entry]) -> Table:

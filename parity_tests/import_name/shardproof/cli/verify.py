@@ -190,7 +190,7 @@ def list_schemes(
     target: Annotated[
         str,
         typer.Argument(
-            help="A file, file.py::name, a folder, or a glob or word in names of built-in schemes or their functions.",
+            help="A file, file.py::name, a folder, a glob of names of built-in schemes or functions, or words on them.",
             autocompletion=complete.targets,
         ),
     ] = "*",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardproof.declare.declared import Declared
 
 VERSIONS = ("torch", "jax", "numpy", "transformers", "safetensors")  # declarations depend on these packages
+NOT_PRINTED = ("key", "line", "search_texts", "public")  # fields of an entry
 MAX_FILES = 8  # indexes to keep: each checkout and environment has its own
 
 
@@ -35,7 +36,8 @@ class Entry:
     """A built-in scheme: its key in the table, its file relative to the root, and its arguments.
 
     `public` says whether it verifies a public function or class, see `public_names.is_public`; `verifies` has the names
-    of these, except records of arguments.
+    of these, except records of arguments. `search_texts` are where `shardproof list WORD` looks too: values of options,
+    and the first docstring lines of these functions, of their files and of the reference.
     """
 
     key: str
@@ -49,11 +51,12 @@ class Entry:
     engines: list[str]
     reference: str
     verifies: list[str]
+    search_texts: list[str]
     public: bool
 
     def to_dict(self) -> dict[str, Any]:
         """As `shardproof list --json` prints it."""
-        record = {name: value for name, value in asdict(self).items() if name not in ("key", "line", "public")}
+        record = {name: value for name, value in asdict(self).items() if name not in NOT_PRINTED}
         return {**record, "file": f"{self.file}:{self.line}"}
 
 
@@ -61,6 +64,10 @@ def entry_of(scheme: Declared) -> Entry:
     """The entry of an imported scheme, built-in or a user's."""
     from shardproof.implementation.public_names import is_public, public_names_of
 
+    verified = [each for each in public_names_of(scheme.fn) if not each.carries_arguments]
+    functions = [each.value for each in verified]
+    described = [*functions, *(sys.modules[function.__module__] for function in functions), scheme.reference]
+    options = [value for values in scheme.all_options.values() for value in values if isinstance(value, str)]
     reference = getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
     path = Path(scheme.file)
     return Entry(
@@ -74,9 +81,14 @@ def entry_of(scheme: Declared) -> Entry:
         dtypes=list(scheme.dtypes),
         engines=list(scheme.engines),
         reference=f"{scheme.reference.__module__}.{reference}",
-        verifies=[f"{each.package}.{each.name}" for each in public_names_of(scheme.fn) if not each.carries_arguments],
+        verifies=[f"{each.package}.{each.name}" for each in verified],
+        search_texts=list(dict.fromkeys([*options, *map(_first_line, described)])),
         public=is_public(scheme.fn),
     )
+
+
+def _first_line(described: Any) -> str:
+    return (described.__doc__ or "").strip().partition("\n")[0]
 
 
 def entries() -> list[Entry]:
