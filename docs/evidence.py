@@ -22,7 +22,7 @@ class Row:
     outcome: str
 
 
-OUTCOMES = ("kept", "missed", "not run", "no promise")
+OUTCOMES = ("kept", "missed", "not judged", "no promise")
 
 
 def benchmarks() -> dict[str, Any]:
@@ -40,13 +40,12 @@ def rows() -> list[Row]:
 
 
 def _outcome(figure: dict[str, Any]) -> str:
-    if figure["measured"].startswith("not run") and figure["promised"] != "-":
-        return "not run"
-    return {True: "kept", False: "missed", None: "no promise"}[figure["is_met"]]
+    open_outcome = "no promise" if figure["promised"] == "-" else "not judged"
+    return {True: "kept", False: "missed", None: open_outcome}[figure["is_met"]]
 
 
 def counts() -> str:
-    """A Markdown table: of each section how many promises were kept, missed, not run."""
+    """A Markdown table: of each section how many promises were kept, missed, not judged."""
     figures = rows()
     sections = dict.fromkeys(row.section for row in figures)
     lines = [f"| | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
@@ -58,10 +57,10 @@ def counts() -> str:
 
 
 def missed() -> str:
-    """A Markdown table of the promises that were missed, and of those that could not be run."""
+    """A Markdown table of the promises that were missed, and of those that could not be judged."""
     lines = ["| figure | promised | measured |", "|---|---|---|"]
     lines += [
-        f"| {row.name} | {row.promised} | {row.measured} |" for row in rows() if row.outcome in ("missed", "not run")
+        f"| {row.name} | {row.promised} | {row.measured} |" for row in rows() if row.outcome in ("missed", "not judged")
     ]
     return "\n".join(lines)
 

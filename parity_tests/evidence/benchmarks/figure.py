@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """`is_met` is None if nothing was promised. `how` describes the run, with its numbers."""
+    """`is_met` is None if nothing was promised, or too little was tried. `how` describes the run, with its numbers."""
 
     name: str
     promised: str
@@ -19,7 +19,12 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        return {True: "kept", False: "MISSED", None: "-"}[self.is_met]
+        return {True: "kept", False: "MISSED", None: "not judged" if self.is_open else "-"}[self.is_met]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something was promised that this run cannot judge."""
+        return self.is_met is None and self.promised != "-"
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:

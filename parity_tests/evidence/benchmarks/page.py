@@ -22,9 +22,12 @@ HEAD = """# Benchmarks
 
 Shardproof promises {promised} figures: {kept} are kept, and [{missed} are missed](#missed). The harness promises
 absolute times on the machine below. The functions promise a ratio to the time of other code for the same work, such
-as megatron-core or plain torch: [each promise, and against whom](#what-is-promised-and-against-whom).
+as megatron-core or plain torch: [each promise, and against whom](#what-is-promised-and-against-whom).{open}
 
 {on}"""
+OPEN = """ {count} more
+cannot be judged by this run, which tries too little. [Injected bugs](injected-bugs.md) and [false
+alarms](false-alarms.md) have runs of all."""
 READING = """## How to read and repeat it
 
 Both sides of a ratio run in turn, so that the machine's load meets both; an absolute time is for this machine alone.
@@ -49,7 +52,6 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 BAR = 16  # characters of the longest bar, which fit beside names and times on a phone
 EIGHTHS = ("", *"▏▎▍▌▋▊▉")
 ARM = re.compile(r"^(?P<group>[^:]+): (?P<name>ours.*|.+)$")
-MARKS = {True: "kept", False: "**missed**", None: "-"}
 
 
 def machine() -> str:
@@ -80,6 +82,7 @@ def text(run: Run) -> str:
         kept=count[True],
         missed=count[False],
         promised=sum(count.values()),
+        open=OPEN.format(count=still_open) if (still_open := sum(figure.is_open for figure in figures)) else "",
         on=run.on,
     )
     sections = (
@@ -104,12 +107,13 @@ def _promises(sections: Sequence[Section]) -> str:
         (
             ": ".join((f"[{section.title}](#{anchor(section.title)})", *_in_words(section))),
             _peers(section),
-            *map(str, (met.count(True), met.count(False))),
+            *(str(sum(figure.is_met is is_met for figure in promised)) for is_met in (True, False, None)),
         )
         for section in sections
-        if (met := [figure.is_met for figure in section.figures if figure.is_met is not None])
+        if (promised := [figure for figure in section.figures if figure.is_met is not None or figure.is_open])
     ]
-    return joined(PROMISES, OF_PROMISES, markdown_table(("part", "against", "kept", "missed"), rows)) if rows else ""
+    columns = ("part", "against", "kept", "missed", "too little tried")
+    return joined(PROMISES, OF_PROMISES, markdown_table(columns, rows)) if rows else ""
 
 
 def _in_words(section: Section) -> Iterator[str]:
@@ -251,8 +255,12 @@ def _of_arm(arm: Arm) -> tuple[str, ...]:
         collectives,
         arm.part(r", (\d+) bytes per rank"),
         arm.part(r"^error ([\d.e-]+) budgets"),
-        MARKS[arm.figure.is_met],
+        _mark(arm.figure),
     )
+
+
+def _mark(figure: Figure) -> str:
+    return "**missed**" if figure.is_met is False else figure.verdict
 
 
 def _table(figures: Sequence[Figure]) -> Iterator[str]:
@@ -268,7 +276,7 @@ def _table(figures: Sequence[Figure]) -> Iterator[str]:
         "beside": [each.peer for each in cells],
         "measured": [each.value for each in cells],
         "promised": [figure.promised for figure in figures],
-        "": [MARKS[figure.is_met] for figure in figures],
+        "": [_mark(figure) for figure in figures],
     }
     shown = {name: column for name, column in columns.items() if any(column)}
     yield markdown_table(tuple(shown), list(zip(*shown.values(), strict=True)))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from parity_tests.evidence.benchmarks import injected_bugs
 from parity_tests.evidence.benchmarks.__main__ import SECTIONS
 from parity_tests.evidence.benchmarks.cells import cells_of
 from parity_tests.evidence.benchmarks.figure import Figure, spread
@@ -11,6 +12,8 @@ from parity_tests.evidence.benchmarks.stored import Run, Section, read, whole_ru
 from parity_tests.evidence.benchmarks.survivors import PARENT
 from parity_tests.evidence.benchmarks.toy import FAILING, killed, toy, toy_case
 from parity_tests.evidence.benchmarks.words import PROMISED, REASONS
+from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
+from parity_tests.evidence.injected_bugs.runner import Catch, Outcome
 from shardproof.engines.engines import run
 from shardproof.engines.failure import CollectiveMismatch, Deadlock, Died, Raised, RankFailure, Stalled
 from shardproof.places import ROOT
@@ -134,8 +137,8 @@ def test_a_page_names_the_comparison_of_each_section():
         "Kernel", (figure("triton", ">= 85% of the copy bound", False), figure("free over liger", "-", None))
     )
     page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (ring, kernel, Section("Gate", (figure("tests", "<= 3 s"),)))))
-    assert "| [Ring](#ring) | SDPA's, wire | 2 | 0 |\n| [Kernel](#kernel) | copy bound | 0 | 1 |" in page
-    assert "| [Gate](#gate) | - | 1 | 0 |" in page and "\n\ns=64 v=8; once.\n\n" in page
+    assert "| [Ring](#ring) | SDPA's, wire | 2 | 0 | 0 |\n| [Kernel](#kernel) | copy bound | 0 | 1 | 0 |" in page
+    assert "| [Gate](#gate) | - | 1 | 0 | 0 |" in page and "\n\ns=64 v=8; once.\n\n" in page
 
 
 def test_a_section_measured_on_the_same_machine_does_not_repeat_it():
@@ -193,3 +196,30 @@ def test_a_section_is_measured_apart():
     assert with_section(run, later).sections == (later, run.sections[1])
     sizes = Section("Sizes", FIGURES, "2026-02-02: there. Load: 1.0.")
     assert with_section(run, sizes) == Run(run.on, 7.0, (*run.sections, sizes))
+
+
+def test_a_promise_of_which_too_little_is_tried_is_neither_kept_nor_missed():
+    few = Figure("alarms", "0 in 100 examples", "0 in 7 examples", None, "once")
+    page = text(Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Alarms", (few,)), Section("Times", FIGURES))))
+    assert "promises 2 figures: 1 are kept, and [1 are missed](#missed)." in page and "1 more\ncannot be judged" in page
+    assert "| 0 in 7 examples | 0 in 100 examples | not judged |" in page
+    assert "| [Alarms](#alarms) | - | 0 | 0 | 1 |\n| [Times](#times) | - | 1 | 1 | 0 |" in page
+
+
+@pytest.mark.parametrize(
+    ("tried", "caught", "is_met"), [(68, 67, None), (100, 95, True), (100, 94, False), (99, 99, None)]
+)
+def test_a_share_of_injected_bugs_is_judged_if_enough_are_tried(monkeypatch, tried, caught, is_met):
+    catch = Catch("scheme", 1, ("values",), "")
+    outcomes = [
+        Outcome(bug, 1, 1, (catch,) if number < caught else (), False, False, 0.0)
+        for number, bug in enumerate([bug for bug in CATALOGUE if not bug.equivalent][:tried])
+    ]
+    monkeypatch.setattr(injected_bugs, "run_bugs", lambda bugs, runner: outcomes)
+    share, _ = injected_bugs.figures()
+    assert share.is_met is is_met and share.measured.startswith(f"{caught} of {tried} ")
+
+
+def test_a_run_tries_as_many_injected_bugs_as_are_promised():
+    tried = [bug for bug in CATALOGUE[:: injected_bugs.EVERY] if not bug.equivalent]
+    assert len(tried) >= injected_bugs.LEAST
