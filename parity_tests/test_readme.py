@@ -1,7 +1,10 @@
 """The README's scheme, its two reports, its commands and its links are true."""
 
+import inspect
 import json
+import pydoc
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,13 @@ def test_its_commands_are_targets():
     targets = re.findall(r"^make (\w+)", commands, re.MULTILINE)
     assert targets == ["verify", "test"]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_its_help_on_a_function_names_the_parameters_of_the_example():
+    (name,) = re.findall(r"`python -c 'help\(\"([\w.]+)\"\)'`", README)
+    example = runpy.run_path(str(ROOT / "docs" / "examples" / "my_functions.py"))[name.rpartition(".")[2]]
+    keywords = set(inspect.getfullargspec(example).kwonlyargs)
+    assert keywords and all(f" {keyword}:" in pydoc.render_doc(name) for keyword in keywords)
 
 
 LINKS = re.findall(r"\]\(([^)#]+)\)", README) + IMAGE.findall(README)
