@@ -45,7 +45,7 @@ def is_complete(page: str) -> bool:
 
 @cache
 def text_of(page: str) -> str:
-    """A page's text; of a notebook's script its cells of text."""
+    """The text of a page. For a notebook's script: the text of its Markdown cells."""
     text = (ROOT / page).read_text()
     if not page.endswith(".py"):
         return text
@@ -66,7 +66,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def links(page: str) -> list[str]:
-    """Targets of links and pictures, of directives that show a file, entries of tables of contents."""
+    """Targets of links and pictures, files that directives show, and the pages that tables of contents list."""
     prose = FENCE.sub("", text_of(page))
     prose = re.sub(r"`[^`\n]*`", "", prose)
     targets = LINK.findall(prose) + IMAGE.findall(prose)
@@ -85,13 +85,13 @@ def paths_in_code(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """Headings as links name them."""
+    """The part after # in a link to each heading of the page."""
     headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The commands of a block, each as its words: lines after `$` of a console, all lines of a shell's."""
+    """The commands of a block, split into words. In a console block only the lines that start with `$` are commands."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]

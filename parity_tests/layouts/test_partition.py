@@ -1,4 +1,4 @@
-"""The check of a custom layout: every position once."""
+"""check_partition rejects a custom layout unless it has every position exactly once."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The mesh that usp wants, and a step over it."""
+"""The mesh of usp attention, and a training step on it."""
 
 import pytest
 import torch.distributed as dist

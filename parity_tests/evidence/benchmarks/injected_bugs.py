@@ -27,11 +27,11 @@ def figures() -> Iterator[Figure]:
         share(len(caught), len(counted)) + (f"; survived: {lost}" if lost else ""),
         len(caught) >= PROMISED * len(counted) if len(counted) >= LEAST else None,
         f"within {EXAMPLES} drawn examples of each affected scheme; median {needed[len(needed) // 2]}, "
-        f"most {needed[-1]}; every {EVERY}th of the {len(CATALOGUE)} that the catalogue then had; "
-        "injected-bugs.md is a run of all",
+        f"most {needed[-1]}; every {EVERY}th bug of the {len(CATALOGUE)} in the catalogue at that time; "
+        "injected-bugs.md has a run of all bugs",
     )
     yield Figure(
-        "the same by a test of one shape on two ranks, three seeds",
+        "the same bugs caught by a test of one shape on two ranks, three seeds",
         "-",
         f"{share(sum(outcome.baseline for outcome in counted), len(counted))} by values, "
         f"{share(sum(outcome.baseline_all_oracles for outcome in counted), len(counted))} by all oracles",

@@ -1,8 +1,8 @@
-"""`python -m parity_tests.evidence.line_types`, or `make line-types`: what do types find of injected bugs, what values?
+"""`python -m parity_tests.evidence.line_types`, or `make line-types`: count the injected bugs that types find.
 
-First every built-in scheme is typed: a clash there is a false alarm, and the exit status is 1. Then a sample of the
-catalogue's bugs is injected, and each is typed and judged in the schemes of its component that run its lines. Answers
-are kept in build/line_types.jsonl; the run goes on where it was stopped.
+First the types of every built-in scheme are followed: a clash there is a false alarm, and the exit status is 1. Then a
+sample of the catalogue's bugs is injected. Each bug is judged by types and by values, in the schemes of its component
+that run its lines. Answers are kept in build/line_types.jsonl; the run goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from shardproof.line_types.opinion import CLASHES, COULD_NOT, case_on_ranks
 
 JOURNAL = ROOT / "build" / "line_types.jsonl"
 TIMEOUT_S = 120.0  # for one scheme, on a machine that does other things too
-TRACED = 1  # cases of each scheme that tell which lines it runs
+TRACED = 1  # cases run of each scheme to learn which lines it runs
 
 
-def typed(scheme: Declared) -> str:
-    """The sentence of `shardproof verify --types` on a scheme as it is in this process."""
+def type_sentence(scheme: Declared) -> str:
+    """The sentence of `shardproof verify --types` about a scheme, with this process's modules, patched or not."""
     from torch import distributed
 
     from shardproof.line_types import body, rules
@@ -51,8 +51,8 @@ def typed(scheme: Declared) -> str:
     return body.checked(Program.of(scheme), case)
 
 
-def apart(task: Callable[[], str]) -> str:
-    """The result of a task in a forked process, where the checker's patches of torch and a bug's modules end."""
+def run_forked(task: Callable[[], str]) -> str:
+    """The result of a task in a forked process: the checker's patches of torch and a bug's modules die with it."""
     ours, theirs = get_context("fork").Pipe()
     parent = os.getpid()
 
@@ -60,7 +60,7 @@ def apart(task: Callable[[], str]) -> str:
         orphans.tie(parent)
         try:
             connection.send(task())
-        except Exception as error:  # a bug may break the import of its module, which is no clash of types
+        except Exception as error:  # a bug may break the import of its module, and that is not a clash
             connection.send(f"{COULD_NOT}: {type(error).__name__}: {error}")
 
     process = get_context("fork").Process(target=answer, args=(theirs,))
@@ -71,41 +71,41 @@ def apart(task: Callable[[], str]) -> str:
     return result
 
 
-def typed_under(bug: InjectedBug, schemes: Sequence[Declared]) -> str:
-    """The first clash in these schemes under a bug, in a process of its own; else the last sentence."""
+def sentence_under(bug: InjectedBug, schemes: Sequence[Declared]) -> str:
+    """The first clash in these schemes under a bug; without a clash, the sentence about the last scheme."""
 
     def task(scheme: Declared) -> str:
         modules, patched = patched_schemes(bug, [scheme])
         with modules:
-            return typed(patched[scheme.key])
+            return type_sentence(patched[scheme.key])
 
     sentence = ""
     for scheme in schemes:
-        sentence = apart(lambda scheme=scheme: task(scheme))
+        sentence = run_forked(lambda scheme=scheme: task(scheme))
         if sentence.startswith(CLASHES):
             break
     return sentence
 
 
-def on_built_in(journal: Journal) -> dict[str, str]:
-    """The sentence on each built-in scheme, by its name."""
+def built_in_sentences(journal: Journal) -> dict[str, str]:
+    """Scheme name -> the sentence about its types, for each built-in scheme."""
     sentences = {}
     for scheme in discover.built_in():
         kept = journal.of(f"scheme {scheme.name}")
         if not kept:
-            kept = {"key": f"scheme {scheme.name}", "sentence": apart(lambda scheme=scheme: typed(scheme))}
+            kept = {"key": f"scheme {scheme.name}", "sentence": run_forked(lambda scheme=scheme: type_sentence(scheme))}
             journal.add(kept)
         sentences[scheme.name] = kept["sentence"]
     return sentences
 
 
-def sampled(count: int, seed: int) -> list[InjectedBug]:
-    """Bugs of the catalogue, without those that change nothing."""
+def sample_of_bugs(count: int, seed: int) -> list[InjectedBug]:
+    """Random bugs of the catalogue; equivalent ones, which change nothing, are left out."""
     return random.Random(seed).sample([bug for bug in CATALOGUE if not bug.equivalent], count)
 
 
-def located(bug: InjectedBug, runners: dict[str, BugRunner], examples: int) -> Located:
-    """What types say of a bug and whether values see it, in the schemes of its component that run its lines."""
+def locate(bug: InjectedBug, runners: dict[str, BugRunner], examples: int) -> Located:
+    """The types' sentence about a bug, and whether values catch it, in its component's schemes that run its lines."""
     if bug.component not in runners:
         own = [each for each in discover.built_in() if f"parity_tests/{bug.component}/" in each.file]
         runners[bug.component] = BugRunner(
@@ -113,7 +113,7 @@ def located(bug: InjectedBug, runners: dict[str, BugRunner], examples: int) -> L
         )
     runner = runners[bug.component]
     nearest = [trials.scheme for trials in runner.affected(bug)[:NEAREST]]
-    sentence = typed_under(bug, nearest)
+    sentence = sentence_under(bug, nearest)
     outcome = runner.outcome(bug)
     first = outcome.catches[0].words.partition("\n")[0] if outcome.catches else ""
     return Located(bug.name, bug.component, bug.kind, sentence, outcome.caught, first)
@@ -121,24 +121,24 @@ def located(bug: InjectedBug, runners: dict[str, BugRunner], examples: int) -> L
 
 def main(
     bugs: Annotated[int, typer.Option(min=1, help="Bugs of the catalogue that are injected.")] = 24,
-    seed: Annotated[int, typer.Option(help="Another seed takes others.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed that chooses the bugs.")] = 0,
     examples: Annotated[int, typer.Option(min=1, help="Drawn examples of each scheme.")] = 8,
     page: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("docs/line-types.md"),
 ) -> None:
     """Type the built-in schemes, inject a sample of the bugs, and write the page."""
-    import_module("torch._dynamo")  # the checker imports it, and each process that is forked has it then
+    import_module("torch._dynamo")  # the checker needs it: imported once here, not in each forked process
     journal = Journal(JOURNAL)
-    sentences = {name: each for name, each in on_built_in(journal).items() if name not in NOT_TRIED}
+    sentences = {name: each for name, each in built_in_sentences(journal).items() if name not in NOT_TRIED}
     alarms = {name: each for name, each in sentences.items() if each.startswith(CLASHES)}
     for name, each in alarms.items():
         print(f"false alarm: {name}: {each}", flush=True)
     runners: dict[str, BugRunner] = {}
     outcomes = []
-    for bug in sampled(bugs, seed):
+    for bug in sample_of_bugs(bugs, seed):
         key = f"bug {bug.name} {examples}"
         kept = journal.of(key).get("located")
         if kept is None:
-            kept = vars(located(bug, runners, examples))
+            kept = vars(locate(bug, runners, examples))
             journal.add({"key": key, "located": kept})
         outcomes.append(Located(**kept))
         print(f"{outcomes[-1].word:6}  {bug.name}: {outcomes[-1].sentence}", flush=True)

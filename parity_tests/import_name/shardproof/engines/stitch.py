@@ -39,7 +39,7 @@ class Stitched:
         return np.where(np.isfinite(sizes), sizes, 0.0)
 
     def by_rank(self, axis: str, at: Mapping[str, int]) -> np.ndarray:
-        """[ranks of the axis, *global shape]: the array of each rank on the axis, the other repeating axes at `at`."""
+        """[ranks of the axis, *global shape]: each rank's array. The other repeating axes have the coordinates `at`."""
         parts, names = self.parts, list(self.part_axes)
         for name in self.part_axes:
             if name != axis:
@@ -78,7 +78,7 @@ def stitch(arg: Argument, shards: Sequence[np.ndarray], case: CaseSpec, custom: 
 
 
 def owners(arg: Argument, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
-    """For each axis that shards a tensor: the coordinate on it that holds each element."""
+    """Axis -> [*global shape]: each element's coordinate on the axis, for every axis that shards the tensor."""
     by_axis = {axis: np.zeros(arg.shape(case), dtype=np.int64) for axis in arg.spec.axes}
     for at in _ranks(case):
         local_positions = inputs.positions(arg, case, at, custom)
