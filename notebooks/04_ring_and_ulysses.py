@@ -15,8 +15,9 @@
 # # Ring and Ulysses attention
 #
 # Attention over a sequence that is sharded: every query must meet every earlier key, wherever it lives. Keys can travel
-# around a ring, or heads can be exchanged for positions. What each rank does in each step, what each way sends, both
-# verified against dense attention, and a layout mistake found. Everything runs on this CPU.
+# around a ring, or heads can be exchanged for positions. This notebook draws each rank's work in each step, verifies
+# both ways against dense attention, counts the bytes that each sends, and finds a wrong layout. Everything runs on this
+# CPU.
 
 # %%
 # %matplotlib inline
@@ -37,17 +38,17 @@ CP, S = 4, 64
 # %% [markdown]
 # ## A ring, step by step
 #
-# Each rank keeps its queries. Its keys and values go to the next rank, and on, until every rank has seen all. A row
-# below is a rank, a column a step; the colour is the rank whose keys are there, and the number is how many pairs of
-# query and key count under the causal mask, as a share of all. A step takes as long as its busiest rank.
+# Each rank keeps its queries. Keys and values travel from rank to rank until every rank has seen all of them. A row
+# below is a rank, a column a step. The colour names the rank that the keys come from. The number is the share of all
+# pairs (query, key) under the causal mask that the rank computes in the step. A step takes as long as its busiest rank.
 
 
 # %%
 def ring(kind):
-    """(whose keys each rank has in each step, the share of pairs that it computes then)."""
+    """(the rank whose keys each rank has in each step, the share of all pairs that it computes in that step)."""
     index = TokenLayout.dense(kind, S, cp_size=CP, cp_rank=0).index
     source = (torch.arange(CP)[:, None] - torch.arange(CP)) % CP
-    pairs = (index[:, :, None, None] >= index[None, None]).sum((1, 3))  # of the queries of one rank, keys of another
+    pairs = (index[:, :, None, None] >= index[None, None]).sum((1, 3))  # [rank of queries, rank of keys]
     return source, pairs.gather(1, source) / pairs.sum()
 
 
@@ -62,13 +63,13 @@ rank_legend(figure, CP, "keys of rank")
 plt.show()
 
 # %% [markdown]
-# Over blocks the ranks wait for each other in every step, and late steps are empty for the first rank. DualChunkSwap
-# gives each rank the same work in each step but the first.
+# With contiguous blocks the ranks wait for each other in every step, and the first rank has no work after its first
+# step. DualChunkSwap gives all ranks the same work in every step, and only the first step has a little more.
 #
 # ## Heads for positions
 #
-# Ulysses turns the picture by an all-to-all: from some positions of all heads to all positions of some heads. Attention
-# then is the ordinary one, on every rank, and the result is turned back.
+# Before attention, an all-to-all gives each rank all positions of some heads in place of some positions of all heads.
+# Every rank then runs ordinary attention, and a second all-to-all restores the first sharding.
 
 # %%
 HEADS = 8
@@ -88,8 +89,8 @@ plt.show()
 # ## All three, verified
 #
 # The reference is dense attention under the mask of packed sequences, on one device. The exchange is an option of the
-# scheme: the ring, an all-gather of keys and values, and Ulysses. Values and gradients of all must be those of the
-# reference.
+# scheme: the ring, an all-gather of keys and values, or Ulysses. With each of them, values and gradients must equal the
+# reference's.
 
 
 # %%
@@ -122,8 +123,8 @@ def packed_attention_over_cp(mesh, q, k, v, padded, real, exchange):
 print(packed_attention_over_cp.verify(examples=12))
 
 # %% [markdown]
-# What goes over the wire for one case, with the ring and with Ulysses. All ranks send at once, so a column is what each
-# of them sends or receives; in the ring the gradients of the keys follow the keys, and go home.
+# The messages of one case, with Ulysses and with the ring. All ranks send at the same time, so a column shows one
+# message of every rank. In the ring, the gradients of the keys follow the keys and return to the keys' own rank.
 
 # %%
 SIZES = dict(cp=4, b=1, h=4, g=4, t=32, p=4, n=4, dtype="float32")
@@ -136,8 +137,9 @@ ledger_figure(reports["ring"].ledger, "ring")
 # %% [markdown]
 # ## One wrong layout
 #
-# The output of all ranks is gathered, in an order that is an option below. Where it is that of blocks while the
-# batch was sharded by DualChunkSwap, shapes fit, every message is the same, and values stand in the wrong places.
+# The output of all ranks is gathered, in an order that is an option below. The batch is sharded by DualChunkSwap. If
+# the output is gathered in the order of contiguous blocks, all shapes fit, every message is the same, and values stand
+# in the wrong places.
 
 
 # %%
@@ -162,7 +164,7 @@ broken = full_output.verify(cp=2, order="contiguous", dtype="float32", examples=
 display(broken)
 
 # %% [markdown]
-# The note names the layout that is still there. With it undone:
+# The note names the layout whose order the output still has. Gathered in the order of that layout, it is right:
 
 # %%
 print(broken.notes["out"][0])
@@ -171,10 +173,10 @@ full_output.verify(cp=2, order="dual_chunk_swap", dtype="float32", examples=1)
 # %% [markdown]
 # ## What each exchange sends
 #
-# Bytes that one rank sends in a layer, forward and backward, over the number of ranks, for 64 query heads and 64, 8 or
-# 1 KV heads of width 128, and 131,072 tokens in bfloat16. Rings send keys, which are few where heads are grouped;
-# Ulysses sends everything, but an n-th of it. An all-gather sends at once what a ring may. `usp` is a ring of
-# groups that exchange heads inside.
+# The figure shows the bytes that one rank sends in a layer, forward plus backward, for 64 query heads and 64, 8 or 1 KV
+# heads of width 128, and 131,072 tokens in bfloat16. A ring sends keys and values, which are few if heads are grouped.
+# Ulysses also sends queries and outputs, but on n ranks only about an n-th of each full tensor. An all-gather sends all
+# keys and values at once; a ring sends at most as many bytes. `usp` is a ring of groups that exchange heads inside.
 
 # %%
 SHAPE = dict(b=1, s=131072, h=64, p=128, itemsize=2)
@@ -198,7 +200,7 @@ figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
 plt.show()
 
 # %% [markdown]
-# Which sends least, `a` the ranks that exchange heads where it is usp:
+# The exchange that sends the fewest bytes; for usp, `a` is the number of ranks that exchange heads:
 
 # %%
 print("KV heads ", *(f"cp={n:<12}" for n in WORLDS))
@@ -218,9 +220,9 @@ for window in (None, 65536, 16384, 4096, 1):
 # %% [markdown]
 # ## Your turn
 #
-# 1. The titles of the first figure are for 64 tokens. Which of the three comes nearer to a fair share as the sequence
-#    grows, and to what does each go?
-# 2. How many times the bytes of forward does each exchange send in backward on 8 ranks, in bfloat16 and in float32?
+# 1. The titles of the first figure are for 64 tokens. Which of the three layouts comes nearer to a fair share as the
+#    sequence grows, and which value does each approach?
+# 2. On 8 ranks, what is the ratio of backward bytes to forward bytes for each exchange, in bfloat16 and in float32?
 #    What travels around the ring beside keys and values, and in which dtype?
 #
 # The next cell has the answers.
@@ -235,4 +237,4 @@ for itemsize in (2, 4):
     ratios = [f"{each.exchange} {each.backward / each.forward:.2f}" for each in traffic if each.exchange != "usp"]
     print(f"2. numbers of {itemsize} bytes, backward over forward:", ", ".join(ratios))
     gathered = next(each for each in traffic if each.exchange == "all_gather")
-    print("   bytes of a number of a gradient:", itemsize * (gathered.backward / gathered.forward - 1))
+    print("   bytes per element of a gradient:", itemsize * (gathered.backward / gathered.forward - 1))

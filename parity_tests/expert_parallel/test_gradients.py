@@ -12,7 +12,7 @@ from shardproof.engines.engines import run
 from torch_impl.expert_parallel import sum_gradients, sum_layer_gradients
 
 
-def of_one_batch(x, parameters, k):
+def batch_loss(x, parameters, k):
     logits = x @ parameters["router"]["weight"]
     gates, experts, probabilities = reference.softmax_top_k(logits, k, norm_topk_prob=True)
     y = reference.mixture(x, gates, experts, **parameters["routed"]) + reference.swiglu(x, **parameters["shared"])
@@ -20,9 +20,9 @@ def of_one_batch(x, parameters, k):
     return jnp.mean(y**2) + BALANCE * balance + Z * z
 
 
-def of_all_batches(x, parameters, k):
-    """Of two micro-batches the sum."""
-    return of_one_batch(x[0], parameters, k) + of_one_batch(x[1], parameters, k)
+def total_loss(x, parameters, k):
+    """The sum of the losses of both micro-batches."""
+    return batch_loss(x[0], parameters, k) + batch_loss(x[1], parameters, k)
 
 
 EVERYWHERE = "edp=I ep=I tp=I"
@@ -35,7 +35,7 @@ NAMES = [f"parameters.{part}.{name}" for part, tensors in PARAMETERS.items() for
 
 
 @scheme(
-    reference=of_all_batches,
+    reference=total_loss,
     mesh={"edp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
     inputs={"x": "m t/edp/ep/tp d", "parameters": PARAMETERS},
     outputs="edp=P ep=P tp=P",
@@ -54,12 +54,12 @@ def step_of_expert_layer(mesh, x, parameters, k, exchange):
     return trained(mesh, x, parameters, k, exchange)
 
 
-def of_sequences(x, parameters, k):
-    """The loss of each micro-batch [b, s, d], with a balance loss of each sequence by itself."""
-    return of_batch_of_sequences(x[0], parameters, k) + of_batch_of_sequences(x[1], parameters, k)
+def total_sequence_loss(x, parameters, k):
+    """The sum of the losses of both micro-batches [b, s, d], each with the mean balance loss of its sequences."""
+    return sequence_batch_loss(x[0], parameters, k) + sequence_batch_loss(x[1], parameters, k)
 
 
-def of_batch_of_sequences(x, parameters, k):
+def sequence_batch_loss(x, parameters, k):
     logits = x @ parameters["router"]["weight"]
     gates, experts, probabilities = reference.softmax_top_k(logits, k, norm_topk_prob=True)
     tokens, gates, chosen = (each.reshape(-1, each.shape[-1]) for each in (x, gates, experts))
@@ -69,20 +69,20 @@ def of_batch_of_sequences(x, parameters, k):
 
 
 ALL = "dp=I cp=I ep=I tp=I"
-OF_SEQUENCES = {
+SEQUENCE_PARAMETERS = {
     "router": {"weight": f"d e {ALL}"},
     "routed": {"gate_up": "e/ep d two f/tp dp=I cp=I", "down": "e/ep f/tp d dp=I cp=I"},
 }
-NAMES_OF_SEQUENCES = [f"parameters.{part}.{name}" for part, tensors in OF_SEQUENCES.items() for name in tensors]
+SEQUENCE_NAMES = [f"parameters.{part}.{name}" for part, tensors in SEQUENCE_PARAMETERS.items() for name in tensors]
 
 
 @scheme(
-    reference=of_sequences,
+    reference=total_sequence_loss,
     mesh={"dp": (1, 2), "cp": (1, 2, 3), "ep": (1, 2), "tp": (1, 2)},
-    inputs={"x": "m b/dp/ep s/cp:dual_chunk_swap/tp d", "parameters": OF_SEQUENCES},
+    inputs={"x": "m b/dp/ep s/cp:dual_chunk_swap/tp d", "parameters": SEQUENCE_PARAMETERS},
     outputs="dp=P cp=P ep=P tp=P",
     dims={"m": (2,), "two": (2,), "e": (4, 8), "d": (4, 3), "f": (4,)},
-    draw=dict.fromkeys(("x", *NAMES_OF_SEQUENCES), values("normal")),
+    draw=dict.fromkeys(("x", *SEQUENCE_NAMES), values("normal")),
     options={"k": (2, 1, 3)},
     rank_options={"exchange": ("all_to_all", "all_gather")},
     nograd=("x",),
@@ -141,7 +141,7 @@ test_parity = parity(SCHEMES, lockstep=30)
 test_parity_on_processes = pytest.mark.fast_values(1)(parity(SCHEMES, gloo=4))
 
 
-def summed(groups_of, parameters_of, **mesh):
+def sum_over_ranks(groups_of, parameters_of, **mesh):
     """Each rank's .grad after the sum, and its ledger."""
 
     def body(view, case):
@@ -158,10 +158,10 @@ def with_gradient(values, dtype=torch.float32):
     return parameter
 
 
-def test_a_sum_over_two_groups_is_that_over_their_product():
-    made = lambda view: [with_gradient([2.0 ** (2 * view.rank("dp") + view.rank("ep"))])]  # noqa: E731
-    one_by_one = summed(lambda view: [view["dp"], view["ep"]], made, dp=2, ep=2)
-    at_once = summed(lambda view: [over_all(view, ("dp", "ep"))], made, dp=2, ep=2)
+def test_a_sum_over_two_groups_equals_a_sum_over_their_product():
+    one_parameter = lambda view: [with_gradient([2.0 ** (2 * view.rank("dp") + view.rank("ep"))])]  # noqa: E731
+    one_by_one = sum_over_ranks(lambda view: [view["dp"], view["ep"]], one_parameter, dp=2, ep=2)
+    at_once = sum_over_ranks(lambda view: [over_all(view, ("dp", "ep"))], one_parameter, dp=2, ep=2)
     assert [rank[0].tolist() for rank in one_by_one.results] == [[15.0]] * 4
     assert [rank[0].tolist() for rank in at_once.results] == [[15.0]] * 4
     assert [len(outcome.ledger.of(0)) for outcome in (one_by_one, at_once)] == [2, 1]
@@ -171,7 +171,7 @@ def test_one_message_for_each_dtype_in_float32_or_wider():
     def parameters(view):
         return [with_gradient([1.0, 2.0], torch.bfloat16), with_gradient([3.0]), with_gradient([4.0], torch.bfloat16)]
 
-    outcome = summed(lambda view: [view["dp"]], parameters, dp=2)
+    outcome = sum_over_ranks(lambda view: [view["dp"]], parameters, dp=2)
     assert [(row.op, row.dtypes, row.bytes_in) for row in outcome.ledger.of(0)] == [
         ("all_reduce", ("float32",), 12),
         ("all_reduce", ("float32",), 4),
@@ -180,21 +180,21 @@ def test_one_message_for_each_dtype_in_float32_or_wider():
     assert [gradient.dtype for gradient in outcome.results[0]] == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
-def test_a_parameter_without_a_gradient_counts_as_zeros_and_one_passed_twice_once():
+def test_a_missing_gradient_counts_as_zeros_and_a_repeated_parameter_counts_once():
     def parameters(view):
         shared = with_gradient([1.0])
         if view.rank("dp") == 1:
             shared.grad = None
         return [shared, shared]
 
-    assert [[x.tolist() for x in rank] for rank in summed(lambda v: [v["dp"]], parameters, dp=2).results] == [
+    assert [[x.tolist() for x in rank] for rank in sum_over_ranks(lambda v: [v["dp"]], parameters, dp=2).results] == [
         [[1.0]] * 2
     ] * 2
 
 
 def test_addends_are_rounded_once():
-    """256 and 1 and 1 in bfloat16: added one at a time each 1 is lost."""
-    outcome = summed(
+    """256 + 1 + 1 in bfloat16: a sum that is rounded after each addend stays 256."""
+    outcome = sum_over_ranks(
         lambda v: [v["dp"]], lambda v: [with_gradient([1.0 if v.rank("dp") else 256.0], torch.bfloat16)], dp=3
     )
     assert [rank[0].tolist() for rank in outcome.results] == [[258.0]] * 3

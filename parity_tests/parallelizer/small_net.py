@@ -51,5 +51,5 @@ def plan() -> dict[str, Any]:
 
 
 def full_tensors(net: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter, or its gradient; collective."""
+    """The full tensor of every parameter, or of its gradient; all ranks must call it."""
     return {name: to_cpu(p.grad if gradients else p.detach()) for name, p in net.named_parameters()}

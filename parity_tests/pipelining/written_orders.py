@@ -1,4 +1,4 @@
-"""Orders as the text of a file, with the actions that torch adds. Ranks import this, so it loads no JAX."""
+"""Pipeline orders, with torch's or late messages, and their CSV text. Ranks import this, so it loads no JAX."""
 
 import tempfile
 from pathlib import Path
@@ -34,9 +34,9 @@ def fill_and_drain(placed, n):
 
 
 def two_in_flight(placed, n, *, halves):
-    """Rows in which each micro-batch's backward makes room for the forward of the one after the next.
+    """Rows in which each rank runs the forward of micro-batch m + 2 after the backward of micro-batch m.
 
-    Of halved backwards the second half comes after this forward.
+    With `halves`, the second half of that backward comes after the forward.
     """
     order = []
     for rank in range(max(placed) + 1):
@@ -52,9 +52,9 @@ def two_in_flight(placed, n, *, halves):
 
 
 def with_late_messages(order, placed, *, late):
-    """The order with its messages: received before they are used, sent after their computation or after one more.
+    """The order with its messages: received before use, sent after their computation or one computation later (`late`).
 
-    What is late is sent before the rank waits for another message, so that no two ranks wait for each other.
+    A rank sends its late message before it waits for another one, so that no two ranks wait for each other.
     """
     rows = []
     for rank, row in enumerate(order):

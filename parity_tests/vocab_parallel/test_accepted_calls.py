@@ -1,6 +1,6 @@
-"""Which calls are accepted is a function of their arguments: calls that break a rule are rejected, and no others.
+"""A call is rejected if and only if its arguments break a rule.
 
-Arguments are drawn, right and wrong ones; the rules alone say how the message of a rejection begins.
+Right and wrong arguments are drawn. The rules, written again here, say how the message of each rejection begins.
 """
 
 from types import SimpleNamespace
@@ -17,14 +17,14 @@ from torch_impl import vocab_parallel as vp
 
 NEXT_TOKEN = "vocab_parallel.get_next_token_logprobs_from_logits"
 PACKED = "vocab_parallel.from_parallel_logits_to_logprobs_packed_sequences"
-POSITIONS = 40  # of the stream that offsets must fit
+POSITIONS = 40  # the length of the packed stream
 
 
 ACCEPTED = "accepted"
 
 
 def verdict(call, beginnings):
-    """ACCEPTED, the beginning that the message of the rejection has, or all of another message."""
+    """ACCEPTED, or the one of `beginnings` that the rejection's message starts with; the full message if none does."""
     try:
         call()
     except (TypeError, ValueError) as error:
@@ -45,17 +45,17 @@ def is_number(value):
 SAMPLING_RULES = tuple(f"{NEXT_TOKEN}: {name}" for name in ("top_k=", "top_p=", "temperature=", "with_entropy=True"))
 
 
-def rule_of_sampling(top_k, top_p, temperature, with_entropy):
-    """Parameters of a sampler are rejected by kind, then by range; an entropy by a filter beside it."""
-    of_k, of_p, of_temperature, of_entropy = SAMPLING_RULES
+def sampling_rule(top_k, top_p, temperature, with_entropy):
+    """Each sampling parameter must have the right kind and range, and an entropy cannot be combined with a filter."""
+    k_rule, p_rule, temperature_rule, entropy_rule = SAMPLING_RULES
     if top_k is not None and not (is_number(top_k) and top_k == int(top_k)):
-        return of_k
+        return k_rule
     if top_p is not None and not (is_number(top_p) and 0 <= top_p <= 1):
-        return of_p
+        return p_rule
     if temperature <= 0:
-        return of_temperature
+        return temperature_rule
     is_filtered = (top_k is not None and top_k > 0) or (top_p is not None and top_p < 1)
-    return of_entropy if with_entropy and is_filtered else ACCEPTED
+    return entropy_rule if with_entropy and is_filtered else ACCEPTED
 
 
 SAMPLING = {
@@ -82,7 +82,7 @@ def test_sampling_params_that_are_accepted(tp, top_k, top_p, temperature, with_e
         )
 
     seen = verdicts(lambda mesh: verdict(lambda: call(mesh), SAMPLING_RULES), tp=tp)
-    assert seen == {rule_of_sampling(top_k, top_p, temperature, with_entropy)}
+    assert seen == {sampling_rule(top_k, top_p, temperature, with_entropy)}
 
 
 FLAWS = {
@@ -90,11 +90,11 @@ FLAWS = {
     "ids of floats": f"{NEXT_TOKEN}: input_ids is float32",
     "ids without a batch": f"{NEXT_TOKEN}: input_ids is [",
 }
-OF_PLACEMENTS = ("next_token_logits is sharded over cp", "seq_index is", "input_ids is sharded over cp")
-OF_PLACEMENTS = tuple(f"{NEXT_TOKEN}: {words}" for words in OF_PLACEMENTS)
+PLACEMENT_RULES = ("next_token_logits is sharded over cp", "seq_index is", "input_ids is sharded over cp")
+PLACEMENT_RULES = tuple(f"{NEXT_TOKEN}: {words}" for words in PLACEMENT_RULES)
 
 
-def rules_of_placements(cp, logits_over_cp, ids, order, flaw):
+def placement_verdicts(cp, logits_over_cp, ids, order, flaw):
     """The beginnings that the message may have."""
     is_sharded = logits_over_cp == "sharded"
     if flaw:
@@ -106,9 +106,9 @@ def rules_of_placements(cp, logits_over_cp, ids, order, flaw):
     elif cp == 1:
         is_accepted = True
     else:
-        # The order of stored positions belongs to shards of them, which the ids alone cannot be.
+        # Replicated logits have no order to store, and their ids must be replicated too.
         is_accepted = order is not None if is_sharded else ids == "replicated" and order is None
-    return {ACCEPTED} if is_accepted else set(OF_PLACEMENTS)
+    return {ACCEPTED} if is_accepted else set(PLACEMENT_RULES)
 
 
 PLACEMENTS = {
@@ -122,7 +122,7 @@ PLACEMENTS = {
 @settings(max_examples=few(60))
 @given(cp=st.sampled_from((1, 2)), tp=st.sampled_from((1, 2)), **PLACEMENTS)
 def test_placements_that_are_accepted(cp, tp, logits_over_cp, ids, order, flaw):
-    """DTensor logits go with ids and a stored order that cp shards as it shards them."""
+    """DTensor logits that cp shards need a stored order; replicated logits need replicated ids and no order."""
     s, is_sharded = 4, logits_over_cp == "sharded"
 
     def call(mesh):
@@ -137,19 +137,19 @@ def test_placements_that_are_accepted(cp, tp, logits_over_cp, ids, order, flaw):
             stored = DTensor.from_local(stored, mesh.device_mesh, [placement, Replicate()])
         places = torch.arange(s)
         index = {None: None, "permuted": places.flip(0), "repeated": 0 * places}[order]
-        rules = (*FLAWS.values(), *OF_PLACEMENTS)
+        rules = (*FLAWS.values(), *PLACEMENT_RULES)
         return verdict(lambda: vp.get_next_token_logprobs_from_logits(stored, logits, seq_index=index), rules)
 
     (seen,) = verdicts(call, cp=cp, tp=tp)
-    assert seen in rules_of_placements(cp, logits_over_cp, ids, order, flaw)
+    assert seen in placement_verdicts(cp, logits_over_cp, ids, order, flaw)
 
 
 OFFSET_RULES = ("cu_seqlens: sequence", "cu_seqlens_padded[", "cu_seqlens has", "cu_seqlens_padded ends")
 OFFSET_RULES = tuple(f"{PACKED}: {words}" for words in OFFSET_RULES)
 
 
-def rule_of_offsets(cp, padded, real):
-    """Offsets ascend, by multiples of 2 cp over ranks, a sequence fits its slot, and the slots fit the stream."""
+def offset_rule(cp, padded, real):
+    """Offsets ascend, in multiples of 2 cp if cp > 1. Each sequence fits its slot, and the slots fit the stream."""
     multiple = 2 * cp if cp > 1 else 1
     broken = (
         any(length < 0 for length in real),
@@ -184,4 +184,4 @@ def test_offsets_that_are_accepted(cp, tp, unit, sequences):
         )
 
     seen = verdicts(lambda mesh: verdict(lambda: call(mesh), OFFSET_RULES), cp=cp, tp=tp)
-    assert seen == {rule_of_offsets(cp, padded, real)}
+    assert seen == {offset_rule(cp, padded, real)}

@@ -33,7 +33,7 @@ from torch_impl.contract.derivatives import first_derivative_only
 def load_counts(
     experts: ShardedInt[Tensor, "... k"], num_experts: PositiveInt, group: Group[ProcessGroup, "data"]
 ) -> ShardedInt[Tensor, "e"]:
-    """The number of choices of each expert on all ranks of `group`, the ranks with other tokens: dp x cp x ep.
+    """How often each expert is chosen on all ranks of `group`: the ranks with different tokens, dp x cp x ep.
 
     An invalid expert id, such as -1 for padding, is not counted.
 
@@ -61,10 +61,10 @@ def global_balance_loss(
     experts: ShardedInt[Tensor, "t/data k"],
     group: Group[ProcessGroup, "data"],
 ) -> Sharded[Tensor, "data=P"]:
-    """This rank's addend of the balance loss of the tokens of all ranks of `group`, dp x cp x ep.
+    """This rank's addend of the balance loss over the tokens of all ranks in `group`, dp x cp x ep.
 
     e * sum_e f_e P_e with f and P over all tokens: the value does not depend on the sharding. The addend is
-    e * sum_e f_e (sum of this rank's probabilities of e) / t, of the global f and t, so that its gradient is complete
+    e * sum_e f_e (sum of this rank's probabilities of e) / t, with the global f and t, so its gradient is complete
     without another exchange. The loss is 1 for equal loads or equal probabilities, and 0 without tokens. Rows without
     an expert are not counted. In float32 or wider.
 
@@ -123,7 +123,7 @@ def z_loss(
     tokens: PositiveInt | Tensor,
     experts: ShardedInt[Tensor, "t/data k"] | None = None,
 ) -> Sharded[Tensor, "data=P"]:
-    """This rank's addend of the mean over the `tokens` of all ranks of (log sum_e exp(logits))^2.
+    """This rank's addend of the z loss: the mean of (log sum_e exp(logits))^2 over the `tokens` tokens of all ranks.
 
     The loss keeps a router's logits small. With `experts`, rows without an expert are not counted, and `tokens` is the
     number of the other rows on all ranks: an int, or the tensor of `token_count`, which is not copied to the host.

@@ -94,7 +94,7 @@ class HybridLM(nn.Module):
 
 Style = RowwiseParallel | ColwiseParallel | SequenceParallel
 QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# By kind of layer. Stacks of experts are not linear layers: the mesh axis ep shards them, also over tp.
+# By kind of layer. Stacks of experts are not linear layers: `shard_experts` shards them, over the axes ep and tp.
 COLUMNS = {"attention": (*QUERY_KEY_VALUE, "mlp.gate_proj", "mlp.up_proj"), "moe": QUERY_KEY_VALUE}
 ROWS = {"attention": ("self_attn.o_proj", "mlp.down_proj"), "moe": ("self_attn.o_proj",)}
 

@@ -1,4 +1,4 @@
-"""lockstep imports the torch modules that user code imports, before there are ranks, and no others."""
+"""Before it starts ranks, lockstep imports the torch modules that user code imports, and no others."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a rank leaves for those that outlive it: how its process ended, its last call, and its line."""
+"""A rank's traces tell other processes how its process ended, its last call, and its line."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_a_rank_that_has_left_by_itself_did_not_die(tmp_path: Path) -> None:
     assert Traces(tmp_path, 1).pid is None
 
 
-def test_the_folder_of_a_job_whose_ranks_all_died_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_job_removes_the_folder_of_a_dead_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", ""]) as agent:
         agent.wait()

@@ -12,7 +12,7 @@ OTHER_BOUND = {"min": "max", "max": "min"}
 
 
 def with_lost_part(node: ast.expr, names: Names) -> Iterator[ast.expr]:
-    """The expression with one more part, or with the start of a range at its other end."""
+    """The expression with one part added, or with a range moved to the other end of its dim."""
     match node:
         case ast.Name(name) if names.kinds.get(name, "").startswith("tensor of flags"):
             yield from (parsed(f"{name}.{triangle}({offset})") for triangle, offset in TRIANGLES.items())
@@ -34,7 +34,7 @@ def with_lost_part(node: ast.expr, names: Names) -> Iterator[ast.expr]:
                 yield parsed(f"{x} * {mask}.where({x} != 0, 0.0)")
         case _:
             pass
-    yield from _masked(node, names)
+    yield from _with_mask(node, names)
 
 
 def _is_method(node: ast.Call, names: Names) -> bool:
@@ -51,7 +51,7 @@ def _other_bounds(value: ast.expr, names: Names) -> list[str]:
             return [name for name in names.numbers("int", "float") if name != ast.unparse(value)]
 
 
-def _masked(node: ast.expr, names: Names) -> Iterator[ast.expr]:
+def _with_mask(node: ast.expr, names: Names) -> Iterator[ast.expr]:
     """`x.square().where(mask, 0.0)` for `x.square()`, with each mask of as many dims as x."""
     match node:
         case ast.Call(ast.Attribute(ast.Name(name))) | ast.Name(name):
