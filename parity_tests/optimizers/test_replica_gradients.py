@@ -265,7 +265,7 @@ REJECTED = [
     (
         "no rule",
         build({"router": "sum"}),
-        NEW + "rules has none for shared.weight; add one for its module, or for the model under ''",
+        NEW + "rules has no rule for shared.weight; add one for its module, or for the model under ''",
     ),
     (
         "no module",
@@ -276,7 +276,7 @@ REJECTED = [
     (
         "two rules",
         build({"": "mean", "shared": "sum", "shared.again": "none"}),
-        NEW + "shared.weight and shared.again.weight are one parameter, with the rules sum and none; give them one",
+        NEW + "shared.weight and shared.again.weight are one parameter, with the rules sum and none; use one rule",
     ),
     (
         "sharded over its copies",
@@ -302,7 +302,7 @@ def test_a_gradient_that_some_ranks_lack_is_rejected_under_a_mean():
         model, _, replicas = ones_model(mesh)
         model.router_norm.weight.grad = torch.ones(3) if mesh.rank("tp") else None
         with pytest.raises(
-            ValueError, match=r"1 of 2 ranks have a gradient of router_norm.weight; its rule is sum, or none"
+            ValueError, match=r"1 of 2 ranks have a gradient of router_norm.weight; its rule must be sum or none"
         ):
             replicas.reduce()
 

@@ -37,12 +37,12 @@ def rows_to_columns(mesh, matrix):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_there_and_back_is_the_identity_of_any_dtype_and_strides(tp, dtype):
+def test_both_exchanges_in_turn_restore_a_shard_of_any_dtype_and_strides(tp, dtype):
     matrix = torch.arange(8 * 12).view(8, 12).remainder(13).to(dtype)
 
     def body(mesh, case):
         rank, width, height = mesh.rank("tp"), 12 // tp, 8 // tp
-        shard = matrix.t().contiguous().t()[:, rank * width : (rank + 1) * width]  # columns first, and a slice of them
+        shard = matrix.t().contiguous().t()[:, rank * width : (rank + 1) * width]  # a slice of a column-major matrix
         assert not shard.is_contiguous()
         rows = vp.all_to_all_vp2sq(shard, mesh["tp"])
         again = vp.all_to_all_sq2vp(rows.t().contiguous().t(), mesh["tp"])

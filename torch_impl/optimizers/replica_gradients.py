@@ -52,14 +52,14 @@ class ReplicaGradients:
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    `rules` has a rule by name of a module; the longest name that a parameter's name begins with decides, and "" is the
-    full model. A parameter with the rule "none" is left alone: it is sharded over these ranks, or its gradient is
+    `rules` maps module names to rules. The innermost listed module that contains a parameter decides; "" is the full
+    model. A parameter with the rule "none" is left alone: it is sharded over these ranks, or its gradient is
     reduced elsewhere. A parameter that two modules share is reduced once. Gradients in 16 bits are summed in float32.
     All ranks of the groups pass the same rules.
 
-    Errors: TypeError for a wrong type; ValueError for no groups, two groups that share other ranks, a name that is no
-            module, a parameter without a rule, two rules for a shared parameter, and a DTensor that is sharded over the
-            ranks of a group.
+    Errors: TypeError for a wrong type; ValueError for no groups, two groups that have another rank than this one in
+            common, a name that is no module, a parameter without a rule, two rules for a shared parameter, and a
+            DTensor that is sharded over the ranks of a group.
     """
 
     @contract
@@ -73,7 +73,7 @@ class ReplicaGradients:
         optimizer.register_step_post_hook(lambda *_: self.skip_step())
 
     def skip_step(self) -> None:
-        """Allow `reduce` without a step of the optimizer before: the last gradients were dropped."""
+        """Allow another `reduce` before the optimizer's next step: the last gradients were dropped."""
         self.is_reduced = False
 
     @contract("ReplicaGradients.reduce")
@@ -98,7 +98,9 @@ class ReplicaGradients:
         ranks = math.prod(group.size() for group in self.groups)
         for name, _ in self.parameters["mean"]:
             if present[name] not in (0, ranks):
-                raise Rejected(f"{present[name]} of {ranks} ranks have a gradient of {name}; its rule is sum, or none")
+                raise Rejected(
+                    f"{present[name]} of {ranks} ranks have a gradient of {name}; its rule must be sum or none"
+                )
         for rule, of_rule in self.parameters.items():
             self._reduce([parameter for name, parameter in of_rule if present[name]], 1 if rule == "sum" else ranks)
         self.is_reduced = True
@@ -124,7 +126,10 @@ class ReplicaGradients:
 
 
 def _parameters_by_rule(model: nn.Module, rules: Mapping[str, Rule]) -> dict[Rule, list[tuple[str, nn.Parameter]]]:
-    """The parameters that require a gradient under "sum" and under "mean", by their first name, each once."""
+    """(name, parameter) pairs under "sum" and under "mean". A shared parameter stands once, with its first name.
+
+    Parameters without requires_grad are left out.
+    """
     modules = {name for name, _ in model.named_modules()}
     if unknown := [name for name in rules if name not in modules]:
         raise Rejected(f"rules has {unknown[0]!r}, which is no module of {type(model).__name__}")
@@ -134,12 +139,12 @@ def _parameters_by_rule(model: nn.Module, rules: Mapping[str, Rule]) -> dict[Rul
             continue
         owners = [owner for owner in rules if not owner or name.startswith(f"{owner}.")]
         if not owners:
-            raise Rejected(f"rules has none for {name}; add one for its module, or for the model under ''")
+            raise Rejected(f"rules has no rule for {name}; add one for its module, or for the model under ''")
         rule = rules[max(owners, key=len)]
         first, first_rule = name_and_rule.setdefault(parameter, (name, rule))
         if first_rule != rule:
             raise Rejected(
-                f"{first} and {name} are one parameter, with the rules {first_rule} and {rule}; give them one"
+                f"{first} and {name} are one parameter, with the rules {first_rule} and {rule}; use one rule"
             )
     return {
         kind: [(name, parameter) for parameter, (name, rule) in name_and_rule.items() if rule == kind]

@@ -35,7 +35,7 @@ from torch_impl.parallelizer.tp_styles import (
 )
 
 INT64, INT32 = 8, 4  # bytes of a count, and of an expert id
-SUMMED = 4  # the least bytes of an element of a sum
+SUMMED = 4  # bytes of an element in a sum, which is in float32 or wider
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def fsdp_counts(
 ) -> list[CollectiveCount]:
     """The gathers and reductions of each FSDP unit; modules of `experts` are units over `edp`.
 
-    Inside a unit, modules of a rarer dtype are units too, and are gathered in it.
+    Inside a unit, modules of a rarer dtype are units of their own, and are gathered in that dtype.
 
     `shapes` are the parameters' shapes after tensor and expert parallelism, by parameter id.
     """
@@ -207,7 +207,7 @@ def style_counts(
 
 
 def _adapter_counts(module: nn.Module, is_rowwise: bool, axis: str, keeps_dtype: bool) -> list[CollectiveCount]:
-    """The collectives of a layer's adapter under torch's styles, beside those of the layer; none without an adapter."""
+    """The additional collectives of a layer's LoRA adapter under torch's styles; none if the layer has no adapter."""
     if not isinstance(module, LoRALinear):
         return []
     magnitude = module.lora_magnitude

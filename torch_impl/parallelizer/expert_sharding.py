@@ -1,4 +1,4 @@
-"""Shard a model's experts over ep and tp: each rank has e/ep of a layer's experts, and its columns of each over tp.
+"""Shard a model's experts over ep and tp: each rank has 1/tp of the columns of e/ep experts of a layer.
 
 A transformers module of experts has all experts of a layer in two stacks (`expert_layouts`), and its arguments are
 tokens, their expert ids and their gates. The module keeps its place and the names of its parameters, and the router
@@ -62,10 +62,10 @@ def shard_experts(modules: Mapping[str, nn.Module], axes: MeshAxes) -> None:
 
 
 def fsdp_dims(module: nn.Module, ranks: int) -> dict[str, int]:
-    """The dim of each parameter that FSDP shards over these ranks: the width if they divide it, else the experts.
+    """The dim of each parameter that FSDP shards over these ranks: the width if `ranks` divides it, else the experts.
 
-    The width is not sharded over another axis. So every rank stores equally much, however few experts an ep rank has,
-    and the full tensor has one order. FSDP shards only the first dim into unequal parts. A bias of columns has no
+    No other axis shards the width. So every rank stores equally much, however few experts an ep rank has, and the full
+    tensor has only one possible order. FSDP shards only the first dim into unequal parts. A bias of columns has no
     width.
     """
     leaves = layout_of(module).dims.items()

@@ -17,8 +17,8 @@ was made. Here every bug of the [catalogue](injected-bugs.md) that stands in one
 step, one after another, and traced in {dtype} on several meshes until something differs. *Located in* is the module
 that the trace says to look in; *right* means that the bug stands there.
 
-A bug that lets a rank fail is not located: its own message says what was raised, and where. One whose lines no
-traced step calls, or that changes no tensor there, cannot be seen in this model.
+A bug that lets a rank fail is not located: the message of the failure says what was raised, and where. A bug cannot be
+seen in this model if no traced step calls its lines, or if it changes no tensor of the step.
 
 {written_by}
 With `--table build/located.md` it also writes a line for each bug.
@@ -34,7 +34,7 @@ stands for it in this model, or the reason why none does.
 
 ## By component
 
-Of the bugs that change a tensor of the step or let a rank fail.
+Only bugs that change a tensor of the step or let a rank fail are counted here.
 
 {summary}
 """
@@ -46,10 +46,10 @@ SHOWN = (RIGHT, WRONG, FAILED)
 
 @dataclass(frozen=True)
 class Located:
-    """The outcome of one bug: the homes that are right, the module that differs first, and the words that named it.
+    """The outcome of one bug: the modules that count as right (`home`), and the first module and tensor that differ.
 
-    `word` is `not run` where no traced step calls a function of the bug, `equal` where no tensor differs, `failed`
-    where a rank does, else `right` or `wrong`. `mesh` is where it differed.
+    `word` is `not run` if no traced step calls a function of the bug, `equal` if no tensor differs, `failed` if a rank
+    fails, else `right` or `wrong`. `mesh` is the first mesh on which a tensor differs or a rank fails.
     """
 
     bug: InjectedBug

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 FILES = ("scheme_*.py", "*_scheme.py")  # besides files named on the command line
-OF_A_SCHEME = "@scheme"
-_LOADED = "shardproof.report.report"  # where no test has loaded it, no exception is a verdict
+DECORATOR = "@scheme"
+_LOADED = "shardproof.report.report"  # defines verdicts: until a test has loaded it, no exception is a verdict
 ENGINES = ("lockstep", "gloo", "nccl")
 WHOLE_LINES = ("CI", "BUILD_NUMBER")  # pytest cuts no line of its summary where one of these is set
 OF_PYTEST = (pytest.skip.Exception, pytest.xfail.Exception, pytest.exit.Exception, unittest.SkipTest)
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # The built-in schemes have this mark, and a user's test may import them.
-    config.addinivalue_line("markers", "cases(examples=None, **fixed): of a built-in scheme, the cases that test it")
+    config.addinivalue_line("markers", "cases(examples=None, **fixed): the cases that test a built-in scheme")
 
 
 def _positive(text: str) -> int:
@@ -44,12 +44,12 @@ def _positive(text: str) -> int:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """The schemes of a file with such a name, or of a file on the command line that is not a test file."""
+    """Collect the schemes of a file named as in FILES, or of another file on the command line; never of a test file."""
     return SchemeFile.from_parent(parent, path=file_path) if _has_schemes(file_path, parent) else None
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """The test functions of such a file, even if one of its declarations fails."""
+    """Collect the test functions of a file with schemes, even if one of its declarations fails."""
     return ModuleOfSchemes.from_parent(parent, path=module_path) if _has_schemes(module_path, parent) else None
 
 
@@ -64,7 +64,7 @@ def _has_schemes(file: Path, parent: pytest.Collector) -> bool:
 def _mentions_schemes(file: Path) -> bool:
     """Whether a file may declare schemes, in any spelling: `@scheme`, `@shardproof.scheme`, `@sp.scheme`, a call."""
     text = _text(file)
-    return OF_A_SCHEME in text or "shardproof" in text
+    return DECORATOR in text or "shardproof" in text
 
 
 def _text(file: Path) -> str:
@@ -72,7 +72,7 @@ def _text(file: Path) -> str:
 
 
 class ModuleOfSchemes(pytest.Module):
-    """The module of a file with schemes; `SchemeFile` reports those with a failed declaration."""
+    """The module of a file with schemes; `SchemeFile` reports the schemes whose declaration failed."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         from shardproof.declare.failed_declaration import collected
@@ -94,7 +94,7 @@ class SchemeFile(pytest.File):
         try:
             schemes = declarations_of_file(str(self.path))
         except UnusableTarget as reason:
-            if isinstance(reason, NoScheme) and OF_A_SCHEME not in self.path.read_text(
+            if isinstance(reason, NoScheme) and DECORATOR not in self.path.read_text(
                 encoding="utf-8", errors="replace"
             ):
                 return  # it only uses the package
@@ -151,7 +151,7 @@ class SchemeTest(pytest.Item):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Let no `atexit` function of a file of schemes replace the status of failed tests by its own."""
+    """If tests failed, keep that exit status: an `atexit` function of a scheme's file cannot replace it."""
     if exitstatus and _LOADED in sys.modules:
         from shardproof.endings import exits
 
@@ -178,7 +178,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Cut the messages of verdicts for a coloured summary: pytest takes a name in colours for one without a width."""
+    """Cut the messages of verdicts in a coloured summary, where pytest does not count the width of a coloured name."""
     writer = config.get_terminal_writer()
     is_whole = config.option.verbose >= 2 or any(os.environ.get(name) for name in WHOLE_LINES)
     if not writer.hasmarkup or (is_whole and not config.getoption("force_short_summary", False)):

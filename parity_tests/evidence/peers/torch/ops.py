@@ -1,4 +1,4 @@
-"""Operations on one DTensor along the dim that is sharded, evenly and unevenly, and products of two."""
+"""Operations on one DTensor along its sharded dim, and products of two DTensors; shards are even or uneven."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _cross_entropy_with_the_first(x: Any) -> Any:
     return (jax.nn.logsumexp(x, -1) - x[:, 0]).mean()
 
 
-# Of each operation torch's call, the mathematics, and the dims of the result of an input `n c`.
+# Name -> (torch's call, the reference in JAX, the dims of the result). The input has the dims `n c`.
 OPS: dict[str, tuple[Unary, Unary, str]] = {
     "softmax": (lambda x: x.softmax(-1), lambda x: jax.nn.softmax(x, -1), "n c"),
     "log_softmax": (lambda x: x.log_softmax(-1), lambda x: jax.nn.log_softmax(x, -1), "n c"),
@@ -47,7 +47,7 @@ OPS: dict[str, tuple[Unary, Unary, str]] = {
         "n c",
     ),
     "normalize": (lambda x: F.normalize(x, dim=-1), lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True)), "n c"),
-    # As torch's manual defines it. JAX's own, of erfc, keeps digits of large negative x that 1 + erf(x) has lost.
+    # As torch's manual defines it. jax.nn.gelu uses erfc and keeps digits of large negative x that 1 + erf(x) loses.
     "gelu": (F.gelu, lambda x: x * (1 + jax.scipy.special.erf(x / jnp.sqrt(2.0))) / 2, "n c"),
     "transpose": (lambda x: x.t(), lambda x: x.T, "c n"),
     "flip": (lambda x: x.flip(-1), lambda x: x[:, ::-1], "n c"),
@@ -101,7 +101,7 @@ for _name in OPS:
         _declare(_name, _layout)
 
 
-# Products: where x [b, i] and w [o, i] are sharded, None for replicated.
+# Name -> the sharded dims of x [b, i] and of w [o, i]; None for a replicated tensor.
 PRODUCTS: dict[str, tuple[int | None, int | None]] = {
     "of_rows": (0, None),
     "of_columns": (None, 0),
