@@ -1,4 +1,4 @@
-"""Attention of one block by CUDA's path, as its schemes call it on a rank, which loads no JAX."""
+"""Attention of one block on CUDA's path, for schemes. Ranks import this, so it loads no JAX."""
 
 import torch
 
@@ -9,7 +9,7 @@ RULES = ("all", "causal", "keys", "pairs")
 
 
 class OneBlock(torch.autograd.Function):
-    """Attention of one block. A query that sees no key has an lse of -inf, which its backward takes as inf."""
+    """Attention of one block. Forward gives lse = -inf to a query that sees no key; backward needs +inf there."""
 
     @staticmethod
     def forward(ctx, q, k, v, seen, is_causal):
@@ -24,7 +24,7 @@ class OneBlock(torch.autograd.Function):
 
 
 def two_keys_or_more(generator, shape):
-    """1 where a query sees a key, else 0. The gradient of a query of one key is 0, and so would be its budget."""
+    """1 where a query sees a key, else 0. With only one key, a query's gradient and its budget would be 0."""
     seen = generator.random(shape).argsort(-1) < generator.integers(2, shape[-1] + 1, (*shape[:-1], 1))
     return seen.astype("float64")
 

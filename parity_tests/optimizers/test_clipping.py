@@ -25,14 +25,14 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 def reference(gradients, max_norm, norm_type, error_if_nonfinite):
-    """The norm twice: from `gradient_norm` before, and from the call that clips or raises."""
+    """The norm twice, from `gradient_norm` and from the call that clips or raises, and the clipped gradients."""
     total, after = clipped(gradients, max_norm, 2.0 if norm_type is None else norm_type)
     if error_if_nonfinite:
         after = {name: jnp.where(jnp.isfinite(total), x, gradients[name]) for name, x in after.items()}
     return {"norm": total, "norm_before": total, **after}
 
 
-def declared(mesh, gradients, dims, **more):
+def declaration(mesh, gradients, dims, **more):
     names = tuple(f"gradients.{name}" for name in gradients)
     replicated = " ".join(f"{axis}=I" for axis in mesh)
     return dict(
@@ -51,8 +51,8 @@ def declared(mesh, gradients, dims, **more):
     )
 
 
-def clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, uncounted=(), **settings):
-    """The norm of the gradients that count, before and by clipping; all gradients after it.
+def norms_and_gradients(parameters, counted, max_norm, norm_type, error_if_nonfinite, uncounted=(), **settings):
+    """The norm of the counted gradients, from `gradient_norm` and from clipping, and all gradients after clipping.
 
     Every rank raises for a norm that is not finite, whichever rank has the gradient, and leaves its gradients alone.
     """
@@ -82,14 +82,16 @@ DENSE = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns
 
 
 def dense_cost(case):
-    """Of the norm alone and of clipping: a float64 for each way of being sharded, of which two are over each of two
-    axes, one over a single axis."""
+    """Over each axis, `gradient_norm` and clipping each send one float64 for each set of axes that shards a parameter.
+
+    If both axes have several ranks, an axis is in two such sets: alone, and with the other axis.
+    """
     axes = [axis for axis in ("dp", "tp") if case.mesh[axis] > 1]
     return Cost(forward={f"all_reduce/{axis}": (2, 2 * 8 * len(axes)) for axis in axes})
 
 
 @scheme(
-    **declared(
+    **declaration(
         {"dp": (1, 2, 3), "tp": (1, 2)},
         {"both": "a/dp b/tp", "rows": "e/dp tp=I", "columns": "f/tp dp=I", "replicated": "o dp=I tp=I"},
         {"a": (6,), "b": (2,), "e": (6,), "f": (4,), "o": (1, 3)},
@@ -98,11 +100,11 @@ def dense_cost(case):
 )
 def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
     parameters = {name: parameter(x, mesh.device_mesh, DENSE[name]) for name, x in gradients.items()}
-    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
+    return norms_and_gradients(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 
 def over_two_axes():
-    common = declared(
+    common = declaration(
         {"dp": (1, 2, 3), "tp": (1, 2)},
         {"both": "a/dp b/tp", "replicated": "o dp=I tp=I"},
         {"a": (6,), "b": (2,), "o": (2,)},
@@ -114,14 +116,14 @@ def over_two_axes():
 def clipped_over_two_axes(mesh, gradients, max_norm, norm_type, error_if_nonfinite, is_whole):
     """No parameter is sharded over tp alone, or only gradients are sharded."""
     parameters = {name: parameter(x, mesh.device_mesh, DENSE[name], is_whole=is_whole) for name, x in gradients.items()}
-    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
+    return norms_and_gradients(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 
 # Experts on a mesh of their own
 
 
 @scheme(
-    **declared(
+    **declaration(
         {"edp": (1, 2), "ep": (1, 2, 4)},
         {"dense": "a/edp/ep", "experts": "e/ep f edp=I", "sharded_experts": "e/ep g/edp", "router": "e edp=I ep=I"},
         {"a": (8,), "e": (4,), "f": (3,), "g": (2,)},
@@ -136,14 +138,14 @@ def clipped_with_experts(mesh, gradients, max_norm, norm_type, error_if_nonfinit
         "router": (mesh.device_mesh["edp"], (Replicate(),)),
     }
     parameters = {name: parameter(x, *meshes[name]) for name, x in gradients.items()}
-    return clipped_by(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
+    return norms_and_gradients(parameters, list(parameters.values()), max_norm, norm_type, error_if_nonfinite)
 
 
 # Stages of a pipeline, with a weight that the first and the last share
 
 
 @scheme(
-    **declared(
+    **declaration(
         {"pp": (1, 2, 3), "tp": (1, 2)},
         {"layers": "l/pp f/tp", "tied": "v/tp pp=I", "replicated": "l/pp tp=I"},
         {"l": (6,), "f": (4,), "v": (4,)},
@@ -160,7 +162,7 @@ def clipped_over_stages(mesh, gradients, max_norm, norm_type, error_if_nonfinite
     counted = [x for name, x in parameters.items() if name != "tied" or is_first]
     uncounted = [] if is_first else [parameters["tied"]]
     stages = {"pp": mesh["pp"], "uncounted": uncounted}
-    return clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, **stages)
+    return norms_and_gradients(parameters, counted, max_norm, norm_type, error_if_nonfinite, **stages)
 
 
 # Shards that are plain tensors, as in Megatron's layers
@@ -168,13 +170,13 @@ def clipped_over_stages(mesh, gradients, max_norm, norm_type, error_if_nonfinite
 
 PLAIN = {"columns": "f/tp d", "replicated": "d tp=I"}
 LARGE = dict.fromkeys((f"gradients.{name}" for name in PLAIN), values("normal", "zeros", "ties", "nan", "large"))
-# 1 / p of other p is rounded, which the root of a large sum multiplies by its logarithm, in torch too.
+# For p = 3 the exponent 1 / p is rounded, and sum ** (1 / p) multiplies that error by log(sum), in torch too.
 EXACT = {**NORMS, "norm_type": (1.0, 2.0, 4.0, math.inf)}
 
 
 @scheme(
     **{
-        **declared({"tp": (1, 2, 4, 5, 7)}, PLAIN, {"f": (140,), "d": (3,)}),  # each number of ranks divides f
+        **declaration({"tp": (1, 2, 4, 5, 7)}, PLAIN, {"f": (140,), "d": (3,)}),  # each number of ranks divides f
         "draw": LARGE,
         "options": EXACT,
     }
@@ -185,27 +187,28 @@ def clipped_plain_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinit
     sharding = {"sharding_groups": lambda each: (mesh["tp"],) if id(each) in sharded else ()}
     twice = [*parameters.values(), parameters["replicated"]]  # as a weight under two names
     both = {"uncounted": parameters["columns"]}  # counted and clipped once
-    return clipped_by(parameters, twice, max_norm, norm_type, error_if_nonfinite, **both, **sharding)
+    return norms_and_gradients(parameters, twice, max_norm, norm_type, error_if_nonfinite, **both, **sharding)
 
 
 UNLIKE = {"rows": "e/tp:ragged d", "wide": "g/tp:ragged", "replicated": "d tp=I"}
-FINITE = dict.fromkeys((f"gradients.{name}" for name in UNLIKE), values("normal", "zeros", "ties"))  # 0 * NaN is none
+# No NaN: clipping by a NaN norm makes a zero gradient NaN, but a missing gradient stays 0.
+FINITE = dict.fromkeys((f"gradients.{name}" for name in UNLIKE), values("normal", "zeros", "ties"))
 
 
-@scheme(**{**declared({"tp": (1, 2, 3, 4)}, UNLIKE, {}), "draw": FINITE})
+@scheme(**{**declaration({"tp": (1, 2, 3, 4)}, UNLIKE, {}), "draw": FINITE})
 def clipped_unlike_shards(mesh, gradients, max_norm, norm_type, error_if_nonfinite):
-    """Shards of unlike lengths, some of them empty; of two dtypes, the narrowest first, without a gradient.
+    """Shards of different lengths, some of them empty, and of two dtypes. The first parameter has no gradient.
 
-    A rank whose shard is zeros has no gradient.
+    A rank whose shard is zeros has no gradient for it.
     """
     parameters = {name: parameter(x.double() if name == "wide" else x) for name, x in gradients.items()}
     sharded = [parameters["rows"], parameters["wide"]]
     for each in sharded:
         each.grad = each.grad if each.grad.any() or not each.grad.numel() else None
-    of_shards = {id(each) for each in sharded}
-    sharding = {"sharding_groups": lambda each: (mesh["tp"],) if id(each) in of_shards else ()}
+    shard_ids = {id(each) for each in sharded}
+    sharding = {"sharding_groups": lambda each: (mesh["tp"],) if id(each) in shard_ids else ()}
     counted = [nn.Parameter(torch.zeros(2)), *parameters.values()]
-    return clipped_by(parameters, counted, max_norm, norm_type, error_if_nonfinite, **sharding)
+    return norms_and_gradients(parameters, counted, max_norm, norm_type, error_if_nonfinite, **sharding)
 
 
 SCHEMES = (
@@ -219,7 +222,7 @@ SCHEMES = (
 test_parity = parity(SCHEMES, lockstep=25)
 
 
-# The ranks of a body have the same sharded parameters; 1-norms of integers are exact in any order.
+# Below, all ranks shard the same tensors; 1-norms of integers are exact in any order.
 
 GRADIENTS = [torch.arange(-4.0, 8.0).view(6, 2), torch.arange(5.0), torch.tensor([[3.0]])]
 ONE_NORM = sum(each.abs().sum().item() for each in GRADIENTS)
@@ -249,7 +252,7 @@ def test_uneven_and_empty_shards_count_once(mesh, placements):
 
 
 def test_equal_meshes_are_one():
-    """DTensor's caches may give a gradient either of two equal meshes, not the same on every rank."""
+    """DTensor's caches may give a gradient one of two equal meshes, and another one on the next rank."""
 
     def body(mesh, case):
         again = init_device_mesh(mesh.device_mesh.device_type, (2,), mesh_dim_names=("dp",))
@@ -286,7 +289,7 @@ def test_partial_sums_are_rejected_before_anything_is_sent():
     assert not [row for row in outcome.ledger.of(0) if row.op == "all_reduce"]
 
 
-def largest_of_rank_1(mesh, case):
+def norm_with_bad_rank_1(mesh, case):
     created = nn.Parameter(torch.zeros(2))
     created.grad = torch.tensor([1.0, case.options["bad"] if mesh.rank("dp") == 1 else 2.0])
     sharding = lambda parameter: [mesh["dp"]]  # noqa: E731
@@ -300,13 +303,13 @@ def largest_of_rank_1(mesh, case):
 def test_the_largest_gradient_is_not_finite_on_one_rank(bad, engine):
     """A maximum of floats over processes drops a NaN."""
     case = CaseSpec(scheme="clipping", mesh={"dp": 2}, options={"bad": bad})
-    results = run(largest_of_rank_1, case, engine=engine).results
+    results = run(norm_with_bad_rank_1, case, engine=engine).results
     assert [str(norm) for norm in results] == [str(abs(bad))] * 2
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite(bad):
-    """Every rank raises, the one whose shard is finite too, and its gradient is as before; else as torch does."""
+    """With error_if_nonfinite every rank raises and keeps its gradient, even a rank with a finite shard."""
 
     def body(mesh, case):
         created = distributed(torch.tensor([1.0, 1.0, bad, 1.0]), mesh.device_mesh, [Shard(0)])
@@ -341,8 +344,8 @@ def test_no_parameters_have_the_norm_zero():
     ("backends", "device"),
     [("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cuda")],
 )
-def test_a_stage_without_parameters_adds_its_zero_where_the_others_have_gradients(backends, device, monkeypatch):
-    """NCCL takes no tensor of a CPU: this rank would raise, and the others wait for it."""
+def test_a_stage_without_parameters_adds_its_zero_on_the_device_of_the_group(backends, device, monkeypatch):
+    """NCCL rejects CPU tensors: this rank would raise, and the other ranks would wait for it."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     assert clipping._device_of(object()).type == device
     assert clipping._device_of(None).type == "cpu"
@@ -388,7 +391,7 @@ REJECTED = [
     ({"sharding_groups": lambda _: None}, "sharding_groups of parameters[0] returned None; return a list of"),
     (
         {"sharding_groups": lambda _: [-100]},
-        "returned [-100]; return a list of ProcessGroups of which this rank is",
+        "returned [-100]; return a list of ProcessGroups that contain this rank",
     ),
     (
         {"parameters": with_gradient(torch.eye(2).to_sparse())},

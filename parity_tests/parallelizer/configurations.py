@@ -1,10 +1,10 @@
 """Small models of many families, each trained for three micro-batches on a mesh and in one process, then clipped.
 
-    python -m parity_tests.parallelizer.configurations            every configuration on every mesh, and how many
+    python -m parity_tests.parallelizer.configurations            compare every configuration on every mesh
     python -m parity_tests.parallelizer.configurations gpt2 phi3  only these families
 
-In one process everything is transformers' and torch's own. transformers computes norms, rotary angles and routers in
-float32 whatever the model's dtype; here they compute in float64 (`families.Float64Throughout`), and nothing drops out.
+The run in one process uses only code of transformers and torch. transformers computes norms, rotary angles and routers
+in float32 whatever the model's dtype; here they compute in float64 (`families.Float64Throughout`), without dropout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def configuration(family: str, tied: bool = False, kv_heads: int | None = None) 
 
 
 def cases() -> list[tuple[Chosen, str, Mapping[str, int]]]:
-    """Every configuration on every mesh, and those with few heads of keys and values on more ranks than those."""
+    """Every configuration on every mesh, and models with few heads of keys and values on more ranks than such heads."""
     chosen = [configuration(family) for family in FAMILIES] + [configuration(family, tied=True) for family in TIED]
     everywhere = [(each, name, mesh) for each in chosen for name, mesh in MESHES.items()]
     few = [configuration(family, kv_heads=heads) for family, heads in FEW_HEADS.items()]
@@ -59,14 +59,14 @@ def cases() -> list[tuple[Chosen, str, Mapping[str, int]]]:
 
 @cache
 def alone(chosen: Chosen, length: int = LENGTH) -> Step:
-    """The three micro-batches of the unsharded model."""
+    """The step of the unsharded model, over all three micro-batches."""
     return _step(model_of(chosen), chosen, slice(None), 1, length)
 
 
 def on_rank(
     view: MeshView, chosen: Chosen, length: int = LENGTH, own_names: Mapping[str, str] | None = None, **switches: Any
 ) -> Step:
-    """The same on this rank, with its own rows of every micro-batch."""
+    """This rank's step of the sharded model, with the rank's own rows of every micro-batch."""
     axes, model = mesh_axes(view.device_mesh, own_names), model_of(chosen)
     plan: Any = None if axes.tp_mesh is None else get_hf_tp_shard_plan(model)
     model = fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=plan, **switches)
@@ -90,12 +90,12 @@ def _step(model: Any, chosen: Chosen, rows: slice, ranks: int, length: int) -> S
 
 
 def mistakes(chosen: Chosen, mesh: Mapping[str, int], ranks: Sequence[Step], length: int = LENGTH) -> list[str]:
-    """The differences from one process, a sentence each."""
+    """One sentence for each difference from the run in one process."""
     return broken_steps(alone(chosen, length), mesh, ranks)
 
 
 def judged(chosen: Chosen, mesh: Mapping[str, int], length: int = LENGTH, **switches: Any) -> list[str]:
-    """`mistakes` of a configuration on a mesh."""
+    """Run a configuration on a mesh, and return its `mistakes`."""
 
     def body(view: MeshView, case: CaseSpec) -> Step:
         return on_rank(view, chosen, length, **switches)

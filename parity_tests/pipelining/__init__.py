@@ -1,2 +1,2 @@
-# A step has a backward of its own, so that nobody computes it again; torch's own operations follow autocast.
+# A step runs its own backward, so it is never recomputed; torch's own operations follow autocast.
 EXCLUDED_CONDITIONS = ("inference_mode", "autocast", "int32", "recomputed")

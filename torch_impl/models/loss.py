@@ -1,9 +1,9 @@
 """The loss of an optimiser step, the same on any mesh.
 
-A step's loss is a sum over its tokens, each token's loss divided by a number of the full step: of all ranks and all
-microbatches. For a mean over tokens this is the number of valid tokens, for a mean over sequences the number of
-sequences, or that times the tokens of the token's own sequence. So the gradient does not depend on how ranks and
-microbatches divide the step.
+A step's loss is a sum over its tokens. Each token's loss is divided by a count over the full step: over all ranks and
+all microbatches. For a mean over tokens it is the number of valid tokens. For a mean over sequences it is the number of
+sequences; if each sequence is averaged too, it is that number times the length of the token's sequence. So the gradient
+does not depend on how ranks and microbatches divide the step.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def valid_count(targets: Targets, groups: Groups, vocab_size: PositiveInt | None
     target is in [0, vocab_size), as in `token_losses`; without `vocab_size`, if it is not negative.
 
     Cost:   1 all_reduce of one int64 for each group.
-    Errors: TypeError for targets that are no list of tensors, or groups no list of groups; ValueError for no targets
-            and for a vocab_size below 1.
+    Errors: TypeError unless targets is a list of tensors and groups a list of groups; ValueError for no targets and for
+            a vocab_size below 1.
     """
     end = torch.iinfo(torch.int32).max if vocab_size is None else vocab_size
     count = torch.stack([((each >= 0) & (each < end)).sum() for each in targets]).sum()
@@ -111,18 +111,18 @@ def loss_divisors(
         sequence_mean_of_token_sums    the mean over sequences of each sequence's sum over its tokens
         token_sum                      the sum over all tokens
 
-    and all of them are divided by `constant` besides, a number of the full step: the longest allowed response, or for
-    `token_sum` a count that the caller has (`num_label_tokens`). A tensor is not read on the host.
+    Each of these is also divided by `constant`, one number for the full step: the longest allowed response, or for
+    `token_sum` a count that the caller has (`num_label_tokens`). The host does not read a tensor.
 
-    A row is a sequence; with `layouts`, a TokenLayout for each microbatch, each of its sequences in each row is one. A
-    sequence without a token that counts is no sequence of the mean: rows of padding change nothing, so that ranks may
-    have unequally many rows. A rank without a microbatch passes one of 0 rows; ranks of `cp_group` have the same rows.
-    `dp_groups` are the groups of ranks with other sequences (dp, ep), one for each axis.
+    Without `layouts` each row is one sequence. With `layouts`, a TokenLayout for each microbatch, each row has the
+    layout's sequences. A sequence counts only if one of its tokens counts: rows of padding change nothing, so ranks may
+    have different numbers of rows. A rank without a microbatch passes one of 0 rows; ranks of `cp_group` have the same
+    rows. `dp_groups` are the groups of ranks with other sequences (dp, ep), one for each axis.
 
     Cost:   sequence_mean: 1 all_reduce over cp of an int64 for each sequence of all microbatches, and 1 all_reduce of
             one int64 for each of `dp_groups`. token_mean: 1 all_reduce of one int64 for each of all groups. token_sum:
             none. The host reads no mask.
-    Errors: TypeError for masks that are no list of bool tensors; ValueError for no masks, a mask that is not
+    Errors: TypeError unless masks is a list of bool tensors; ValueError for no masks, a mask that is not
             [b, s/cp], layouts that are not one for each mask or do not have its columns, an unknown aggregation, an
             int `constant` below 1, and a tensor that is not one number.
     Source: arXiv 2503.20783 (a constant for a count of tokens).

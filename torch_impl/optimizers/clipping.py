@@ -185,7 +185,7 @@ def _validate_tensors(name: str, tensors: Tensor | Iterable[Tensor]) -> list[tup
 def _validate_groups(label: str, groups: Any) -> tuple[ProcessGroup, ...]:
     """The groups that `sharding_groups` returned for a parameter, as a tuple. Errors: TypeError."""
     if not isinstance(groups, list | tuple) or not all(isinstance(group, ProcessGroup) for group in groups):
-        remedy = "return a list of ProcessGroups of which this rank is a member, [] for a replicated parameter"
+        remedy = "return a list of ProcessGroups that contain this rank, [] for a replicated parameter"
         raise Rejected(f"sharding_groups of {label} returned {groups!r}; {remedy}", TypeError)
     return tuple(groups)
 

@@ -14,14 +14,14 @@ REPORT = "<testsuites><testsuite>{}</testsuite></testsuites>".format(
 )
 
 
-def recorded(folder, record=RECORD):
+def figures_of_record(folder, record=RECORD):
     (folder / gate.STEPS).write_text(record)
     (folder / gate.TESTS).write_text(REPORT)
     return list(gate.figures(folder))
 
 
 def test_the_figures_of_a_record(tmp_path):
-    tests, whole = recorded(tmp_path)
+    tests, whole = figures_of_record(tmp_path)
     assert (tests.measured, tests.is_met) == ("360 s of wall-clock time", True)
     assert (whole.measured, whole.is_met) == ("781 s of wall-clock time", False)
     assert whole.how == "verify 60 s, tests 360 s, docs 361 s"
@@ -33,12 +33,12 @@ def test_the_figures_of_a_record(tmp_path):
 
 def test_a_gate_that_did_not_pass_has_no_figures(tmp_path):
     with pytest.raises(ValueError, match=r"the gate did not pass: tests; run \.ci/run again"):
-        recorded(tmp_path, "60\tpassed\tverify\n360\tFAILED (2)\ttests\n1\tNOT RUN\tbrowser\n")
+        figures_of_record(tmp_path, "60\tpassed\tverify\n360\tFAILED (2)\ttests\n1\tNOT RUN\tbrowser\n")
 
 
 @pytest.mark.parametrize(("seconds", "is_met"), [(360, None), (721, False)])
-def test_a_gate_of_which_a_step_could_not_run_is_never_kept(seconds, is_met, tmp_path):
-    tests, whole = recorded(tmp_path, f"{seconds}\tpassed\ttests\n0\tNOT RUN\tbrowser\n")
+def test_a_gate_with_a_step_that_could_not_run_is_never_kept(seconds, is_met, tmp_path):
+    tests, whole = figures_of_record(tmp_path, f"{seconds}\tpassed\ttests\n0\tNOT RUN\tbrowser\n")
     assert (tests.is_met, whole.is_met) == (seconds == 360, is_met)
     assert whole.how == f"tests {seconds} s, browser not run"
 

@@ -29,7 +29,7 @@ def case(world: int, **more: Any) -> CaseSpec:
 
 
 def chatter(mesh: Any, case: CaseSpec) -> list[float]:
-    """A bit of everything that a schedule can turn around."""
+    """Random numbers, messages, an all_reduce and waits, whose order the schedule can change."""
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
     draws = []
     for step in range(5):
@@ -67,7 +67,7 @@ def loops(mesh: Any, case: CaseSpec) -> None:
 
 
 def test_an_interrupt_leaves_no_rank_behind():
-    """As in a notebook, whose process goes on."""
+    """In a notebook the process goes on after an interrupt."""
     with pytest.raises(KeyboardInterrupt):
         threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
         lockstep.run(loops, case(2))
@@ -240,7 +240,7 @@ def test_two_runs_at_once_are_rejected():
     assert str(caught.value.__cause__) == message
 
 
-def test_a_verdict_reached_on_a_rank_stays_one():
+def test_a_verdict_that_a_rank_raises_is_raised_unchanged():
     def body(mesh: Any, case: CaseSpec) -> None:
         if mesh.rank("tp") == 1:
             raise failure.Modified("input 'x' was changed", rank=1)
@@ -307,8 +307,8 @@ def test_overhead_of_an_example(capsys):
         alone = partial(toy_logprob, Alone(world), case(world), lambda x, *_: x)
         lockstep.run(toy_logprob, case(world))
         ratio = min(
-            seconds_of(lambda world=world: lockstep.run(toy_logprob, case(world)))
-            / seconds_of(lambda alone=alone, world=world: [alone() for _ in range(world)])
+            seconds_for_20_calls(lambda world=world: lockstep.run(toy_logprob, case(world)))
+            / seconds_for_20_calls(lambda alone=alone, world=world: [alone() for _ in range(world)])
             for _ in range(5)  # other work runs beside
         )
         with capsys.disabled():
@@ -316,7 +316,7 @@ def test_overhead_of_an_example(capsys):
         assert ratio <= 10
 
 
-def seconds_of(function: Callable[[], Any]) -> float:
+def seconds_for_20_calls(function: Callable[[], Any]) -> float:
     started = time.perf_counter()
     for _ in range(20):
         function()
@@ -381,17 +381,17 @@ def forks(mesh: Any, case: CaseSpec) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 7
 
 
-def in_a_process_of_its_own(job: str) -> subprocess.CompletedProcess[str]:
-    """Without the guard it would end with status 0 and without a word; and no process forks once JAX has started."""
+def run_in_new_process(job: str) -> subprocess.CompletedProcess[str]:
+    """Run a job in a new process: it would end this one silently, and a process that has started JAX must not fork."""
     program = f"from {__name__} import *; print(run({job}, case(2)).results, os._exit)"
     return warm_python.run("-c", program, imported=warm_python.TORCH)
 
 
 def test_a_rank_that_ends_its_process_is_a_failed_rank():
-    completed = in_a_process_of_its_own("leaves")
+    completed = run_in_new_process("leaves")
     assert completed.returncode == 1
     assert "rank 1 raised SystemExit: os._exit(0), which ends a rank's process" in completed.stderr
 
 
 def test_a_process_that_a_rank_forks_may_leave():
-    assert in_a_process_of_its_own("forks").stdout == f"(7, 7) {os._exit}\n"
+    assert run_in_new_process("forks").stdout == f"(7, 7) {os._exit}\n"

@@ -1,7 +1,7 @@
-"""The lines that call differentiable collectives, kept by their autograd nodes for the backward.
+"""Keep the line that calls a differentiable collective on its autograd node, so that the backward has this line too.
 
-Autograd calls a backward without the line of its forward on the stack, and a forward may send nothing that the ledger
-would see.
+When autograd calls a backward, the forward's line is not on the stack. The ledger may not have it either, because a
+forward may send nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OF_COLLECTIVES = ("torch.", "torch_impl.collectives")
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Let each new node of torch and of the collectives keep its line as `called_at`."""
+    """Inside, each new autograd node of torch and of our collectives keeps the line of its call as `called_at`."""
     original = BackwardCFunction.__init__
     BackwardCFunction.__init__ = _keep_line
     try:
