@@ -1,16 +1,16 @@
-"""vocab_parallel_logprob once more, on plain torch.distributed: the built-in schemes judge it by its name."""
+"""Another vocab_parallel_logprob, on plain torch.distributed: the built-in schemes find it by its name and judge it."""
 
 import torch
 import torch.distributed as dist
 
 
 class Logprob(torch.autograd.Function):
-    """log p[t] = -log1p(rest) where y_t is the largest, else y_t - m - log(total): near p = 1 no digit is lost."""
+    """log p[t] = -log1p(rest) if y_t is the largest logit, else y_t - m - log(total): no digit is lost near p = 1."""
 
     @staticmethod
     def forward(ctx, logits, target, start, group, temperature):
         rows = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        largest = torch.nn.functional.pad(rows, (0, 1), value=-torch.inf).amax(-1)  # of a shard without columns too
+        largest = torch.nn.functional.pad(rows, (0, 1), value=-torch.inf).amax(-1)  # a shard may have no columns
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         is_target = torch.arange(rows.shape[-1], device=rows.device) + start == target[..., None]
         below = rows - largest[..., None]

@@ -1,4 +1,4 @@
-"""The page's example of a Megatron layer, by the page's commands, where megatron-core is installed."""
+"""The page's example of a Megatron layer passes with the page's command; needs megatron-core."""
 
 import importlib.util
 import subprocess

@@ -96,11 +96,11 @@ def _step(step: Step, grid: Grid, marked: Collection[int]) -> Element:
     for move in sorted(step.transfers, key=lambda move: -move.size):
         parts += _line(move, step, grid, hubs, gap)
     parts += _hub_marks(step, grid, hubs, gap)
-    for row in _issued(step):
-        parts += _box(row, grid, 8.0, _handed_in(row), marked)
+    for row in _input_rows(step):
+        parts += _box(row, grid, 8.0, _input_blocks(row), marked)
     arrived = {move.target for move in step.transfers if move.target is not None}
     for rank in sorted(arrived):
-        parts += _cells(rank, grid, 8.0 + BOX + gap, _received(step, rank))
+        parts += _cells(rank, grid, 8.0 + BOX + gap, _output_blocks(step, rank))
     parts += [
         tag("rect", tag("title", f"rank {rank} has not issued it"), **_frame(rank, grid, 8.0), class_="absent")
         for rank in step.missing
@@ -114,9 +114,9 @@ def _label(step: Step, is_marked: bool) -> Element:
     """The operation of a step, its size, and the user's line."""
     badge = tag("span", "blamed", class_="badge") if is_marked else None
     lines = [tag("code", text) for text in _texts(step)]
-    sizes = sorted({row.payload for row in _issued(step)})
+    sizes = sorted({row.payload for row in _input_rows(step)})
     each = f"{sizes[0]} B" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} B"
-    ranks = len(_issued(step))
+    ranks = len(_input_rows(step))
     back = "backward, " if step.phase == "bwd" else ""
     count = f"{back}{each} from {'each of ' if ranks > 1 else ''}{ranks} rank{'s' if ranks > 1 else ''}"
     absent = f"; not issued by rank {', '.join(map(str, step.missing))}" if step.missing else ""
@@ -133,7 +133,7 @@ def short(size: int) -> str:
 
 def _texts(step: Step) -> list[str]:
     """`all_reduce SUM float32[4] over tp, my_scheme.py:28`, one line per set of rows that differ only in rank."""
-    rows = _issued(step)
+    rows = _input_rows(step)
     texts: dict[str, list[int]] = {}
     shapes = {(row.op, row.source): row for row in rows}
     for row in rows:
@@ -146,7 +146,7 @@ def _texts(step: Step) -> list[str]:
     return [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items()]
 
 
-def _issued(step: Step) -> list[LedgerRow]:
+def _input_rows(step: Step) -> list[LedgerRow]:
     """The rows that hand in data; if nobody sent to a receive, the receive itself."""
     takers = [row for row in step.rows if row.op == "recv" or (row.op in FROM_THE_ROOT and row.rank != row.root)]
     return [row for row in step.rows if row not in takers] or takers
@@ -219,11 +219,11 @@ def _line(move: Transfer, step: Step, grid: Grid, hubs: Mapping[tuple[int, ...],
 
 
 def _block_x(move: Transfer, step: Step, grid: Grid, *, is_target: bool) -> float:
-    """The x of a line's end: at its block in its rank's box."""
+    """The x at which a line starts or ends: the middle of its block in the rank's box."""
     rank, other = (move.target, move.source) if is_target else (move.source, move.target)
     assert rank is not None
     row = next((row for row in step.rows if row.rank == rank and row.op != "recv"), None)
-    blocks = _received(step, rank) if is_target else _handed_in(row) if row is not None else [rank]
+    blocks = _output_blocks(step, rank) if is_target else _input_blocks(row) if row is not None else [rank]
     frame = _frame(rank, grid, 0.0)
     place = next((place for place, block in enumerate(blocks) if block == other), None)
     if len(blocks) == 1 or place is None:
@@ -231,13 +231,13 @@ def _block_x(move: Transfer, step: Step, grid: Grid, *, is_target: bool) -> floa
     return frame["x"] + frame["width"] * (place + 0.5) / len(blocks)
 
 
-def _handed_in(row: LedgerRow) -> list[int | None]:
+def _input_blocks(row: LedgerRow) -> list[int | None]:
     """The blocks that a rank hands in, by target rank; the rank itself if it hands in a single block."""
     is_in_blocks = row.op in IN_BLOCKS or (row.op == "scatter" and row.root == row.rank)
     return list(row.group) if is_in_blocks and len(row.group) <= MAX_FANNED else [row.rank]
 
 
-def _received(step: Step, rank: int) -> list[int | None]:
+def _output_blocks(step: Step, rank: int) -> list[int | None]:
     """The blocks that a rank receives, by source rank; None is the sum of all."""
     moves = [move for move in step.transfers if move.target == rank]
     if step.rows[0].op in SUMS:

@@ -100,10 +100,10 @@ _HOOKS = "has no meaning where ranks take turns; read the ledger"
 # Methods of torch's ProcessGroup that raise on this engine: the problem with each, and the remedy.
 MISSING = {
     "split_group": "needs a backend bound to a device; use new_group",
-    "merge_remote_group": "joins processes, and here is one; use new_group",
-    "_backend_id": "has nothing to give, the group is its own backend; call the group",
-    "_register_backend": "cannot be, the group is its own backend; call the group",
-    "_set_default_backend": "cannot be, the group is its own backend; call the group",
+    "merge_remote_group": "joins processes, and lockstep runs in one process; use new_group",
+    "_backend_id": "has no result, because the group is its own backend; call the group",
+    "_register_backend": "is not possible, because the group is its own backend; call the group",
+    "_set_default_backend": "is not possible, because the group is its own backend; call the group",
     "_get_sequence_number_for_group": "is in the ledger; read LedgerRow.seq",
     "_set_sequence_number_for_group": "is in the ledger; read LedgerRow.seq",
     "_enable_collectives_timing": "has no meaning where ranks take turns; time the gloo engine",
@@ -377,7 +377,7 @@ class LockstepGroup(dist.ProcessGroup):
         return self._work(call)
 
     def _check_caller(self, op: str) -> None:
-        """Reject a call from another rank, which a global or a closure may have given this rank's group."""
+        """Reject a call from another rank, which may have found this rank's group in a global or in a closure."""
         caller = world.current()
         if caller is None:
             raise RuntimeError(f"{op} is called in {NO_TURN}")
