@@ -35,7 +35,7 @@ FUNCTION = "context_parallel.batch"
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "loss_mask", "padding_mask")
 FILLS = {"labels": -100, "padding_mask": True}  # input_ids are padded by the caller's id, all else by 0
 PRIMARY = ("input_ids", "inputs_embeds")
-BUFFERS = "extra_seq_buffers"  # the argument with sequence dims of further entries, unless the caller has another
+BUFFERS = "extra_seq_buffers"  # the argument that has the sequence dims of further entries, by its usual name
 NONE = -1000  # marks an unused slot in a table of lengths
 
 
@@ -257,7 +257,7 @@ def padded_rows(
     """A new batch of new tensors, padded to a `multiple` of positions, with positions and without attention mask.
 
     An entry is padded by its value in `fills`, labels by -100, masks by True, all others by 0. `seq_dims` are the
-    sequence dims of entries that are not [b, s, ...]; errors name the caller's `argument` for them.
+    sequence dims of entries that are not [b, s, ...]; `argument` is the name of `seq_dims` in the caller, for errors.
 
     Errors: Rejected as `make_cp_batch_and_ctx`.
     """
@@ -385,7 +385,7 @@ def padding_of(attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]) -> 
     is_fraction = ((entries != entries.trunc()) | entries.isinf()).any(1)
     real = (~zeros).sum(1)
     leading = zeros.long().cumprod(1).sum(1)
-    # 2. Compare with the expected mask, which has equally many ones in each row, all at the front.
+    # 2. Compare with the expected mask, which has the same number of ones in each row, but all at the front.
     is_padding = torch.arange(zeros.shape[1], device=zeros.device) >= real[:, None]
     smallest, largest = attention_mask.aminmax(dim=1) if zeros.shape[1] else (real, real)
     is_odd = (zeros != is_padding).any(1)

@@ -1,4 +1,4 @@
-"""Custom layouts: a size that one rejects cannot be sharded and is not drawn."""
+"""Custom layouts: a size that the layout rejects cannot be sharded and is not drawn."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SMALL = range(1, 65)  # tried next, for a layout that accepts no multiple of the
 def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int) -> Any:
     """The positions of each rank.
 
-    Errors: ValueError, with the dim and the layout's own words, where it rejects; DeclarationFailure for any other
-            exception of the layout.
+    Errors: ValueError, with the dim and the layout's own words, if the layout rejects the size; DeclarationFailure for
+            any other exception of the layout.
     """
     try:
         positions = layout(size, world)
@@ -44,14 +44,14 @@ def check_ranks(name: str, positions: Any, world: int) -> None:
 
 
 def unit(layout: Layout, world: int, step: int) -> int | None:
-    """The smallest multiple of `step` that the layout accepts, else the smallest size at all, else None."""
+    """The smallest multiple of `step` that the layout accepts, else the smallest size that it accepts, else None."""
     return next(
         (size for size in (*(step * times for times in MULTIPLES), *SMALL) if _takes(layout, size, world)), None
     )
 
 
 def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | None:
-    """A sentence, in the layout's words, if it accepts no size on so many ranks, which is a mistake; else None.
+    """The message for a layout that accepts no size on `world` ranks, in the layout's own words; else None.
 
     Errors: DeclarationFailure for an exception that does not depend on the size.
     """

@@ -43,7 +43,8 @@ def terms(
 ) -> SecondDerivative | None:
     """A rank's terms; None if the gradient cannot be differentiated.
 
-    `directions` are v, by input. `shares` are the factors of the inputs' terms and of the outputs', by name.
+    `directions` maps input names to v. `shares` are two maps from names to factors: for the terms of the inputs, and
+    for the terms of the outputs.
     """
     leaves = {name: cotangent.detach().requires_grad_() for name, cotangent in cotangents.items()}
     try:
@@ -60,7 +61,7 @@ def terms(
         if any(words in message_of(error) for words in FIRST_ONLY):
             return None
         raise
-    if any(h is None for h in of_cotangents):  # no path leads there through a node of `once_differentiable`
+    if any(h is None for h in of_cotangents):  # the graph ends at a node of `once_differentiable`
         return None
     tangents = {name: h * leaves[name] for name, h in zip(leaves, of_cotangents, strict=True)}
     both = [
@@ -82,7 +83,7 @@ def shares(arguments: Iterable[Argument], mesh: Mapping[str, int]) -> dict[str, 
 def imbalance(of_ranks: Sequence[SecondDerivative | None], unit_roundoff: float, budget: float) -> str | None:
     """The sentence on a wrong second derivative; None if it is right, not finite, or not defined.
 
-    `budget` is the largest error that rounding may cause in one of the sums, as where the terms of a gradient cancel.
+    `budget` is the largest error that rounding may cause in one of the sums, for example if a gradient's terms cancel.
     """
     found = [each for each in of_ranks if each is not None]
     if len(found) < len(of_ranks) or not found:
@@ -96,6 +97,6 @@ def imbalance(of_ranks: Sequence[SecondDerivative | None], unit_roundoff: float,
         return None
     return (
         f"the second derivative is wrong: the gradient times a direction is {gradients:.6g} over all ranks, and its "
-        f"derivative with respect to the cotangents times these is {cotangents:.6g}; a gradient is linear in them, "
-        "so both are equal"
+        f"derivative with respect to the cotangents times the cotangents is {cotangents:.6g}; a gradient is linear in "
+        "the cotangents, so both numbers should be equal"
     )

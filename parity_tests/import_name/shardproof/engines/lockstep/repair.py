@@ -35,7 +35,7 @@ REDUCE = (
 NO_POISON = "no poison"  # leave the output of an asynchronous collective readable before its wait
 OF_THE_BACKWARD = {"all_reduce": (OMIT, SWAP_SUM_AND_MEAN), "reduce_scatter": (OMIT, SWAP_SUM_AND_MEAN)}
 SWAPPED = {"SUM": "AVG", "AVG": "SUM"}
-# Ways to combine the ranks' statistics that no backend has: of norms, and of logsumexps.
+# Reductions that no backend has, for statistics of ranks: norms, and logsumexps.
 OF_STATISTICS = {"the root of the sum of squares": torch.hypot, "the log of the sum of exponentials": torch.logaddexp}
 ALL_RANKS = "all ranks"  # in place of an axis
 
@@ -75,14 +75,14 @@ class Repair:
         row = calls[0].row
         if self.concerns(row, OMIT):
             for call in calls:
-                call.results = _of_place(call, call.place, len(calls))
+                call.results = _input_for(call, call.place, len(calls))
         elif self.concerns(row, SWAP_SUM_AND_MEAN) and row.reduce_op in SWAPPED:
             other = SWAPPED[row.reduce_op]
             for call in calls:
-                addends = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
+                addends = zip(*(_input_for(each, call.place, len(calls)) for each in calls), strict=True)
                 call.results = [combined(other, each) for each in addends]
         elif self.concerns(row, REDUCE) and self.reduce_op is not None:
-            totals = [_reduced(self.reduce_op, each) for each in zip(*(call.pieces for call in calls), strict=True)]
+            totals = [_combined(self.reduce_op, each) for each in zip(*(call.pieces for call in calls), strict=True)]
             entries = len(calls) if row.op == "all_gather" else 1
             for call in calls:
                 call.results = [total for total in totals for _ in range(entries)]
@@ -130,14 +130,14 @@ def under(repair: Repair) -> Callable[[Program], RepairedProgram]:
     return repaired
 
 
-def _reduced(name: str, addends: Sequence[Tensor]) -> Tensor:
-    """The ranks' tensors combined by a reduce op, or as statistics are; integers, which count, by their sum."""
+def _combined(name: str, addends: Sequence[Tensor]) -> Tensor:
+    """The ranks' tensors combined by the operation `name`. Statistics of integers are counts, and are summed."""
     if name not in OF_STATISTICS:
         return combined(name, addends)
     return reduce(OF_STATISTICS[name], addends) if addends[0].is_floating_point() else combined("SUM", addends)
 
 
-def _of_place(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
+def _input_for(call: CommunicationCall, place: int, size: int) -> list[Tensor]:
     """One rank's input for another rank: all of it, or the blocks of a reduce-scatter."""
     if call.row.op != "reduce_scatter":
         return call.pieces
