@@ -120,13 +120,13 @@ def test_unusable_arguments_are_rejected(shardproof, words, message):
     assert err.replace("\n", " ").startswith(f"shardproof: {message}")
 
 
-def test_pairs_that_are_not_seen_take_no_products(shardproof):
+def test_masked_pairs_cost_no_products(shardproof):
     words = ("cost", "attention", "--mesh", "cp=8", "--dim", "s=1024,h=16,g=2", "--json")
     every, seen = (
         [each["products"][0] for each in json.loads(shardproof(*words, *option)[1])["comparisons"][0]["candidates"]]
         for option in ((), ("--option", "causal=True"))
     )
-    assert [of_pairs * 1025 for of_pairs in every] == [2 * 1024 * of_seen for of_seen in seen]
+    assert [products * 1025 for products in every] == [2 * 1024 * products for products in seen]
 
 
 def test_sizes_that_cannot_be_sharded_name_the_dim(shardproof):
@@ -136,6 +136,6 @@ def test_sizes_that_cannot_be_sharded_name_the_dim(shardproof):
     assert "attention_in_dual_chunk_swap: s=100 cannot be sharded by dual_chunk_swap over cp=64" in err
 
 
-def test_words_of_a_mesh():
+def test_meshes_and_sizes_are_parsed():
     assert sweep.meshes(["cp=8..40,tp=2"]) == [{"cp": size, "tp": 2} for size in (8, 16, 32)]
     assert sweep.sizes_on({"cp": 4, "tp": 2}, sweep.rules(["s=1024*cp,h=8//tp", "b=1"])) == {"s": 4096, "h": 4, "b": 1}

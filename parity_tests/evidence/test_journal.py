@@ -1,4 +1,4 @@
-"""A journal: added records are there in the next run, and a damaged line is refused."""
+"""A journal: the next run reads the records that were added, and a damaged line is rejected."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_without_a_path_nothing_is_written():
 
 
 @pytest.mark.parametrize("line", ['{"key": "x"', "3", "[]", "null", '{"name": "x"}', '{"key": []}', ""])
-def test_a_damaged_line_is_refused(line, tmp_path):
+def test_a_damaged_line_is_rejected(line, tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text(f'{{"key": "a"}}\n{line}\n')
     with pytest.raises(SystemExit, match=r"journal.jsonl:2 is no record; remove this line, or the file to begin anew"):

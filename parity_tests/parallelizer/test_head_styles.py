@@ -1,4 +1,4 @@
-"""Projections to heads beyond a Linear for each: q, k and v in one Conv1D, and fewer heads of keys than ranks."""
+"""Heads that are not one Linear per projection on every rank: q, k and v in one Conv1D, fewer key heads than ranks."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ ORDINARY = values("normal")
 
 
 class Packed(nn.Module):
-    """Gated heads of q, k and v from one Conv1D, as GPT-2 takes its output apart, and the Conv1D behind them."""
+    """One Conv1D computes q, k and v, split as in GPT-2; another Conv1D projects q * k + v."""
 
     def __init__(self, weight, bias, out, out_bias):
         super().__init__()
@@ -49,7 +49,7 @@ class Gelu(nn.Module):
 
 
 def conv1d(weight, bias):
-    with torch.device("meta"):  # it initializes itself, and a scheme draws nothing
+    with torch.device("meta"):  # Conv1D draws its weights; on meta it draws nothing
         layer = Conv1D(weight.shape[1], weight.shape[0])
     layer.weight, layer.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
     return layer
@@ -143,8 +143,8 @@ def grouped(x, query, key, value, out, sinks):
     q = jnp.einsum("sd,hpd->shp", x, query)
     k, v = (jnp.einsum("sd,gpd->sgp", x, each) for each in (key, value))
     q = q.reshape(len(x), key.shape[0], -1, q.shape[-1])
-    of_sinks = jnp.broadcast_to(sinks.reshape(*q.shape[1:3], 1, 1), (*q.shape[1:3], len(x), 1))
-    logits = jnp.concatenate([jnp.einsum("sgrp,Sgp->grsS", q, k), of_sinks], -1)
+    sink_logits = jnp.broadcast_to(sinks.reshape(*q.shape[1:3], 1, 1), (*q.shape[1:3], len(x), 1))
+    logits = jnp.concatenate([jnp.einsum("sgrp,Sgp->grsS", q, k), sink_logits], -1)
     scores = jax.nn.softmax(logits, -1)[..., :-1]
     return jnp.einsum("grsS,Sgp->sgrp", scores, v).reshape(len(x), -1) @ out.T
 
@@ -214,7 +214,7 @@ test_parity = parity([packed_conv1d_heads, conv1d_mlp, heads_of_keys_on_more_ran
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 1)])
 def test_each_rank_has_the_head_of_its_queries(heads, groups):
-    """Four queries on four ranks; a state dict has every head once, whatever the ranks."""
+    """Four query heads on four ranks. A state dict has every key head once, for any number of ranks."""
     chosen = Chosen("qwen3", changes=(("num_key_value_heads", heads),))
 
     def body(view, case):
@@ -225,13 +225,13 @@ def test_each_rank_has_the_head_of_its_queries(heads, groups):
 
     results = run(body, CaseSpec("groups", {"tp": 4}, dtype="float64")).results
     full = model_of(chosen).state_dict()
-    for of_rank, saved in results:
-        assert of_rank == groups
+    for rank_groups, saved in results:
+        assert rank_groups == groups
         assert {name: tuple(x.shape) for name, x in saved.items()} == {n: tuple(x.shape) for n, x in full.items()}
         assert all(torch.equal(saved[name], full[name]) for name in full)
 
 
-def styles_of(chosen, tp):
+def plan_styles(chosen, tp):
     from torch_impl.parallelizer import get_hf_tp_shard_plan
 
     model = empty(chosen, device="meta")
@@ -241,7 +241,7 @@ def styles_of(chosen, tp):
 def test_only_keys_and_values_of_fewer_heads_than_ranks_are_replicated():
     chosen = Chosen("llama", changes=(("num_key_value_heads", 2),))
     for tp, replicated in ((2, set()), (4, {"k_proj", "v_proj"})):
-        styles = styles_of(chosen, tp)
+        styles = plan_styles(chosen, tp)
         leaves = {name.rpartition(".")[2] for name, entry in styles.items() if type(entry.style) is ReplicatedHeads}
         assert leaves == replicated
 
@@ -261,7 +261,7 @@ def test_only_keys_and_values_of_fewer_heads_than_ranks_are_replicated():
 )
 def test_heads_that_ranks_cannot_share(family, changes, tp, message):
     with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        styles_of(Chosen(family, changes=tuple(changes.items())), tp)
+        plan_styles(Chosen(family, changes=tuple(changes.items())), tp)
 
 
 def test_an_attention_without_the_number_of_its_groups():

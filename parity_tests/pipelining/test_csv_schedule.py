@@ -1,4 +1,4 @@
-"""pipelining.csv_schedule: a written file is read again, torch's files too, and each mistake has its cell."""
+"""pipelining.csv_schedule: it reads the files that it and torch write, and each error names a cell."""
 
 import re
 import tempfile
@@ -32,7 +32,7 @@ def test_a_written_schedule_is_read_again(sample):
 
 
 @given(own_orders(for_torch=True))
-def test_any_order_that_can_be_is_read(sample):
+def test_any_possible_order_is_read(sample):
     order, placed, n = sample
     schedule = read(dumped(order))
     assert (schedule.order, schedule.stage_to_rank, schedule.n_microbatches) == (order, placed, n)
@@ -165,7 +165,7 @@ def test_an_edited_file_is_a_schedule_or_rejected_with_a_cell(data, sample, has_
     rows = with_communication(order, placed, n) if has_communication else order
     cells = [["" if action is None else str(action) for action in actions] for actions in rows]
     for _ in range(data.draw(st.integers(1, 2))):
-        edited(cells, data)
+        edit_cells(cells, data)
     text = "\n".join(",".join(row) for row in cells)
     try:
         schedule = read(text, pp_size=p, n_microbatches=n)
@@ -178,8 +178,8 @@ def test_an_edited_file_is_a_schedule_or_rejected_with_a_cell(data, sample, has_
         assert forwards == [(s, m) for s in range(len(schedule.stage_to_rank)) for m in range(n)]
 
 
-def edited(cells, data):
-    """One edit: two cells change places, or one goes, comes twice, or becomes something else."""
+def edit_cells(cells, data):
+    """One edit: two cells change places, or one cell is removed, repeated, moved or replaced."""
     row = cells[data.draw(st.integers(0, len(cells) - 1))]
     if not row:
         return

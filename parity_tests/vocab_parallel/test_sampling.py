@@ -111,7 +111,7 @@ def sampling_of_long_rows(mesh, logits, target, top_k, top_p, temperature):
 
 
 def one_peaked_row(generator, shape):
-    """Rows of which the first keeps one token alone under top-p, and the others many."""
+    """Top-p keeps a single token in the first row of a sequence, and many tokens in the other rows."""
     logits = 3 * generator.standard_normal(shape)
     logits[..., 0, generator.integers(shape[-1])] = 40.0
     return logits
@@ -202,10 +202,10 @@ def test_without_limits_it_is_the_plain_function_to_the_bit(temperature):
 @every_limit
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_targets_within_filtered_and_out_of_vocabulary(tp, limits):
-    # Id 7 is kept by all limits, 0 to 2 by none but a top-k of more than there are.
+    # All limits keep id 7. Only a top-k above the vocabulary's size, without top-p, keeps ids 0 to 2.
     target = torch.tensor([[7, 6, 5, 0, 1, 2, -100, 8, 15, 2**40]])
     logits = (2.0 * torch.arange(8.0)).expand(1, 10, 8)
-    within, filtered, nobodys = slice(0, 1), slice(3, 6), slice(6, 10)
+    within, filtered, ignored = slice(0, 1), slice(3, 6), slice(6, 10)
     if limits[0] == 2000 and limits[1] == 1.0:
         within, filtered = slice(0, 6), slice(0, 0)
 
@@ -220,8 +220,8 @@ def test_targets_within_filtered_and_out_of_vocabulary(tp, limits):
     for y, _ in results:
         np.testing.assert_array_equal(y, results[0][0])
         assert np.isfinite(y[within]).all()
-        assert (y[filtered] == -np.inf).all() and (y[nobodys] == 0.0).all()
-    assert (slopes[nobodys] == 0.0).all()
+        assert (y[filtered] == -np.inf).all() and (y[ignored] == 0.0).all()
+    assert (slopes[ignored] == 0.0).all()
     assert (slopes[filtered] <= 0.0).all() and (slopes[filtered, :3] == 0.0).all()  # -p g on kept columns alone
     assert (slopes[filtered, 7] < -0.5).all()
 
@@ -338,7 +338,7 @@ def test_gradcheck(limits):
     target = torch.tensor([[4, 0, -100], [2, 2, 1]])
     full = normal(2, 3, 5)
     target[0, 0], target[1, 1] = full[0, 0].argmax(), full[1, 1].argmax()
-    target[target >= 0] = full.argmax(-1)[target >= 0]  # filtered ones are -inf, and have no difference quotient
+    target[target >= 0] = full.argmax(-1)[target >= 0]  # a filtered target's -inf has no difference quotient
 
     def body(mesh, case):
         leaf = full.clone().requires_grad_()

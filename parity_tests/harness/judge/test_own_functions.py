@@ -39,7 +39,7 @@ ANSWERS = {"equal": True, "finfo": SimpleNamespace(eps=1e30, tiny=1e30, smallest
 
 @pytest.mark.parametrize(("owner", "name"), own_functions.OF_TORCH)
 def test_a_replaced_function_of_torch_gives_no_verdict(owner, name, monkeypatch):
-    """It turns tensors into the arrays that are compared: the reference's inputs and the ranks' results would be 0."""
+    """These functions make the arrays that are compared: the reference's inputs and the ranks' results would be 0."""
     before = getattr(owner, name)
     monkeypatch.setattr(
         owner, name, lambda *given, **how: ANSWERS[name] if name in ANSWERS else 0 * before(*given, **how)
