@@ -1,4 +1,4 @@
-"""Every composition of the core on the kernels: the device is looked up in one place, and there replaced."""
+"""Every public function on the fused core runs on the kernels too: each test replaces `backend_of`, which chooses."""
 
 import pytest
 
@@ -21,7 +21,7 @@ from torch_impl.vocab_parallel import fused_logprob
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 
 STATISTICS, GRADIENT = "local_statistics", "write_gradient"
-OF_RADIX = {"top_k": None, "top_p": 0.6}  # a short top-k comes from lists, without statistics
+RADIX_LIMITS = {"top_k": None, "top_p": 0.6}  # a short top-k comes from lists, without statistics
 COMPOSITIONS = [
     (distributed_logprob, {}, {STATISTICS, GRADIENT}),
     (chunked_distributed_entropy, {}, {STATISTICS, GRADIENT}),
@@ -29,7 +29,7 @@ COMPOSITIONS = [
     (vocab_parallel_log_softmax, {}, {STATISTICS}),
     (vocab_parallel_softmax, {}, {STATISTICS}),
     (distributed_cross_entropy, {}, {STATISTICS}),
-    (logprob_with_sampling, OF_RADIX, {STATISTICS, GRADIENT}),
+    (logprob_with_sampling, RADIX_LIMITS, {STATISTICS, GRADIENT}),
     (logprob_with_sampling, {"top_k": 2, "top_p": 1.0}, {GRADIENT}),
     (next_tokens, {"cp": 1}, {STATISTICS, GRADIENT}),
     (linear_logprobs, {}, {STATISTICS, GRADIENT}),
@@ -39,10 +39,10 @@ COMPOSITIONS = [
 
 @pytest.mark.fast_values(3)
 @pytest.mark.parametrize(("declared", "sizes", "kernels"), COMPOSITIONS, ids=lambda x: getattr(x, "name", None))
-def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
+def test_the_kernels_compute_each_composition(declared, sizes, kernels, monkeypatch):
     called = set()
 
-    def noted(name, f):
+    def recording(name, f):
         def kernel(*args, **options):
             called.add(name)
             return f(*args, **options)
@@ -50,7 +50,7 @@ def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
         return kernel
 
     for name in (STATISTICS, GRADIENT):
-        monkeypatch.setattr(softmax, name, noted(name, getattr(softmax, name)))
+        monkeypatch.setattr(softmax, name, recording(name, getattr(softmax, name)))
     monkeypatch.setattr(fused_logprob, "backend_of", lambda options, logits: "triton")
     for seed in range(3):
         case = draw_case(

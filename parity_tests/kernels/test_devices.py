@@ -1,6 +1,6 @@
-"""The tests that call kernels, each way in a process of its own: in Triton's interpreter, and on CUDA if there is one.
+"""Run the tests that call kernels in new processes: in Triton's interpreter, and on CUDA if there is a GPU.
 
-Triton decides between the two when it is first imported, which in an ordinary test process is too late to choose.
+Triton chooses between the two when it is first imported, and an ordinary test process may have imported it already.
 One file alone: `TRITON_INTERPRET=1 python -m pytest -W ignore::RuntimeWarning parity_tests/kernels/test_wiring.py`.
 """
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-def in_a_process_of_its_own(interpret, marks):
+def run_in_new_process(interpret, marks):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET]
     command += [
         f"--hypothesis-profile={profiles.profile()}",
@@ -43,21 +43,21 @@ def in_a_process_of_its_own(interpret, marks):
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-20000:] + run.stderr[-2000:]
 
 
-def version_of(package):
+def installed_version(package):
     installed = importlib.metadata.version(package) if importlib.util.find_spec(package) else "0.0"
     return tuple(map(int, installed.split(".")[:2]))
 
 
 @pytest.mark.skipif(
-    version_of("triton") < (3, 7) and version_of("numpy") >= (2, 4),
+    installed_version("triton") < (3, 7) and installed_version("numpy") >= (2, 4),
     reason="not run: triton 3.6's interpreter reads the bound of a loop by int() of an array of one element, "
     "which numpy 2.4 rejects; triton 3.7 takes the element",
 )
 def test_in_the_interpreter(pytestconfig):
-    in_a_process_of_its_own("1", pytestconfig.option.markexpr)
+    run_in_new_process("1", pytestconfig.option.markexpr)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: needs CUDA")
 def test_on_cuda(pytestconfig):
-    """Without the files whose ranks are on the CPU, which skip themselves."""
-    in_a_process_of_its_own("0", pytestconfig.option.markexpr)
+    """Files whose ranks are on the CPU skip themselves."""
+    run_in_new_process("0", pytestconfig.option.markexpr)

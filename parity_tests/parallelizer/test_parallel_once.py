@@ -1,4 +1,4 @@
-"""A model to which data parallelism was applied is rejected, by the name of the part that has it."""
+"""A model that is data-parallel already is rejected, and the message names the parallel part."""
 
 from collections import OrderedDict
 
@@ -32,8 +32,8 @@ def replica(module, group):
     return nn.parallel.DistributedDataParallel(module, process_group=group)
 
 
-def made_parallel(model, path, kind, mesh):
-    """The model with a part that FSDP or DistributedDataParallel has been applied to, in place."""
+def apply_parallelism(model, path, kind, mesh):
+    """Apply FSDP or DistributedDataParallel to one part of the model, in place; return the model."""
     part = model.get_submodule(path)
     if kind == "FSDP":
         fully_shard(part, mesh=mesh.device_mesh)
@@ -50,7 +50,7 @@ def made_parallel(model, path, kind, mesh):
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_is_parallel_is_named(part, kind, entry, ranks):
     def body(mesh, case):
-        model = made_parallel(network(), PARTS[part], kind, mesh)
+        model = apply_parallelism(network(), PARTS[part], kind, mesh)
         # The model itself has no path and is named by its class.
         label = repr(PARTS[part]) if PARTS[part] else type(model).__name__
         with pytest.raises(ValueError) as caught:

@@ -68,10 +68,10 @@ def on_ranks(tp, logits, ids, cotangent):
 def test_boundary_ids_and_out_of_vocabulary_ids(tp):
     v, width = 8, 8 // tp
     borders = [id for start in range(0, v, width) for id in (start, start + width - 1)]
-    nobodys = [-100, -1, v, v + 7, 2**40]
-    judged(normal(1, 1, v), np.array([[borders + nobodys]]), tp).raise_if_failed()
-    logits, only_nobodys = torch.from_numpy(normal(1, 2, v)), torch.tensor([[nobodys, nobodys]])
-    for y, gradient in on_ranks(tp, logits, only_nobodys, torch.ones(1, 2, 5, dtype=torch.float64)):
+    ignored_ids = [-100, -1, v, v + 7, 2**40]
+    judged(normal(1, 1, v), np.array([[borders + ignored_ids]]), tp).raise_if_failed()
+    logits, only_ignored = torch.from_numpy(normal(1, 2, v)), torch.tensor([[ignored_ids, ignored_ids]])
+    for y, gradient in on_ranks(tp, logits, only_ignored, torch.ones(1, 2, 5, dtype=torch.float64)):
         assert (y == 0.0).all() and (gradient == 0.0).all()
 
 
@@ -117,7 +117,7 @@ def test_the_order_of_ids_is_the_order_of_the_results():
 
 
 def test_a_duplicated_id_asks_twice():
-    """Exactly: the cotangents and the probabilities are powers of two."""
+    """The comparison is exact, because the cotangents and the probabilities are powers of two."""
     logits = torch.zeros(1, 1, 8)
     ones = torch.ones(1, 1, 2)
     gradient = np.concatenate([g for _, g in on_ranks(2, logits, torch.tensor([[[5, 5]]]), ones)], -1)
@@ -126,7 +126,7 @@ def test_a_duplicated_id_asks_twice():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_duplicates_of_a_certain_id_keep_their_digits(tp):
-    """own (1 - p) - p others: where p is all but 1 and all slots ask for it, no difference of sums is left."""
+    """The gradient is own (1 - p) - p others: if p is nearly 1 and all slots have this id, no large sums cancel."""
     logits = normal(1, 2, 8)
     logits[..., 6] += 24.0
     judged(logits, np.full((1, 2, 5), 6), tp).raise_if_failed()

@@ -39,12 +39,12 @@ class LoRALinear(nn.Linear):
 
     The adapter adds alpha / rank * B A to the weight; `dora` adds a magnitude for each row.
 
-    `row_group` is the group of ranks that have other columns of W and A, whose squares the norm of a row adds up; a
-    style sets it. `base` is the weight without its adapter while the adapter is merged.
+    `row_group` is the group of ranks that have other columns of W and A; a row's norm sums squares over it. A style
+    sets it. `base` is the weight without its adapter while the adapter is merged.
 
-    Cost:   as a linear layer of rank columns more. DoRA: W + s B A in memory in each forward, and 1 all_reduce of o
-            numbers with a `row_group`.
-    Errors: those of torch for an x of another width.
+    Cost:   the linear layer's, and the products with A and B. DoRA: W + s B A in memory in each forward, and 1
+            all_reduce of o numbers with a `row_group`.
+    Errors: torch's, for an x of another width.
     """
 
     lora_magnitude: nn.Parameter | None
@@ -62,7 +62,7 @@ class LoRALinear(nn.Linear):
         self.scaling = alpha / rank
         self.row_group: ProcessGroup | None = None
         self.base: Tensor | None = None
-        # B is 0, so that the norm of the weight makes the adapted layer equal to the layer.
+        # B is 0 now: with the weight's row norms as magnitudes, the adapted layer computes the same as the layer.
         norms = nn.Parameter(self.row_norms().to(linear.weight.dtype)) if dora else None
         self.register_parameter("lora_magnitude", norms)
         self.train(linear.training)
@@ -79,7 +79,7 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """The norm of each row of W + s B A, of this rank's rows and of all columns; in float32 or wider.
+        """The norms of this rank's rows of W + s B A, over all columns; in float32 or wider.
 
         Cost: 1 all_reduce of a number for each of this rank's rows, with a `row_group`.
         """
@@ -134,7 +134,7 @@ def merge_lora(model: Module) -> nn.Module:
     The layers then compute with the weight alone. The sum is taken in float32 or wider and rounded once. Each rank
     keeps a copy of its shard of the weight for `unmerge_lora`. Layers that are merged already are left as they are.
 
-    Cost:   for a sharded layer, those of the full values of W, A, B and m, one layer at a time; all ranks call this.
+    Cost:   for a sharded layer, the gathers of the full W, A, B and m, one layer at a time; all ranks must call this.
     Errors: TypeError if model is not a Module; ValueError for a model without an adapter.
     """
     for layer in _adapted_layers(model):

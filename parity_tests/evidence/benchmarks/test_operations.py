@@ -10,4 +10,4 @@ def test_the_costliest_operation_comes_first():
     # twenty products take longer than one sum does even if the system interrupts the sum for a time slice
     text = costliest(lambda: calls.append(sum(x @ x for _ in range(20)).sum()))
     assert text.startswith("mm ") and "in 20 calls, " in text
-    assert len(calls) == 2  # the first one is not looked at
+    assert len(calls) == 2  # the first call is not measured

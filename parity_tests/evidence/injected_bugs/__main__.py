@@ -1,4 +1,4 @@
-"""`python -m parity_tests.evidence.injected_bugs`: inject every bug and count those caught; `make bugs` calls it.
+"""`python -m parity_tests.evidence.injected_bugs`: inject every bug and count how many are caught; see `make bugs`.
 
 Exit status: 0 if 95 of 100 bugs are caught, else 1. With --page the page docs/injected-bugs.md is written again.
 """
@@ -44,14 +44,14 @@ def main(
 ) -> None:
     """Inject every bug of the catalogue in turn and print which oracle catches it, after how many examples.
 
-    Before the first, every scheme is run to find which lines it has: several minutes, whatever the pattern. --stale
-    runs nothing and takes a second.
+    First, every scheme is run to find out which lines it runs: several minutes, whatever the pattern. --stale runs
+    nothing and takes a second.
     """
     from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE, IN_KERNELS
     from parity_tests.evidence.injected_bugs.injected_bug import stale_bugs
     from shardproof.declare import discover
 
-    bugs = (*CATALOGUE, *IN_KERNELS) if stale else CATALOGUE  # those in kernels have a test of their own
+    bugs = (*CATALOGUE, *IN_KERNELS) if stale else CATALOGUE  # bugs in kernels have a test of their own
     chosen = [bug for bug in bugs if any(pattern in text for text in (bug.name, bug.kind, bug.at))]
     if not chosen:
         raise typer.BadParameter(f"no bug has {pattern!r} in its name, kind or symbol")

@@ -1,4 +1,4 @@
-"""A missing sum of a gradient is named by the line whose backward lacks it, where no collective is to blame."""
+"""If a gradient lacks a sum and no collective is to blame, a note names the line whose backward lacks the sum."""
 
 import inspect
 
@@ -22,7 +22,7 @@ class Linear(torch.autograd.Function):
         return x @ w
 
     @staticmethod
-    @once_differentiable  # a wrapper of torch's, whose lines are not meant
+    @once_differentiable  # torch's wrapper: the note must not name its lines
     def backward(ctx, cotangent):
         x, w = ctx.saved_tensors
         return cotangent @ w.T, x.T @ cotangent
@@ -73,11 +73,11 @@ def both(x, w, u):
     return x @ w, x @ u
 
 
-OF_LINEAR = ("Linear", inspect.unwrap(Linear.backward), "def backward")
+LINEAR_BACKWARD = ("Linear", inspect.unwrap(Linear.backward), "def backward")
 CASES = {
-    "handwritten": (handwritten, product, {"x": [OF_LINEAR]}),
+    "handwritten": (handwritten, product, {"x": [LINEAR_BACKWARD]}),
     "plain": (plain, product, {"x": [("mm", plain, "return x @ w")]}),
-    "behind a norm": (behind_a_norm, normed_product, {"x": [OF_LINEAR], "g": [OF_LINEAR]}),
+    "behind a norm": (behind_a_norm, normed_product, {"x": [LINEAR_BACKWARD], "g": [LINEAR_BACKWARD]}),
     "two": (
         two_products,
         both,
@@ -100,14 +100,14 @@ def wrong(function, reference):
     )(function)
 
 
-def line_of(function, text):
+def line_number(function, text):
     lines, first = inspect.getsourcelines(function)
     return first + next(number for number, line in enumerate(lines) if text in line)
 
 
 def sentence(places):
     named = " and ".join(
-        f"{operation} at test_unsummed_edges.py:{line_of(function, text)}" for operation, function, text in places
+        f"{operation} at test_unsummed_edges.py:{line_number(function, text)}" for operation, function, text in places
     )
     return f"forward equal, gradient not: the backward of {named} lacks a sum over tp"
 
@@ -155,7 +155,7 @@ def both_normed(w, bias):
     [(over_the_norm, normed, ("n/tp", "tp=I")), (over_one_norm, both_normed, ("n/tp", "d tp=I"))],
 )
 def test_a_norm_is_named_where_it_scales_a_shard(function, reference, outputs):
-    """On the same line it may scale a replica too, whose cotangents need no sum."""
+    """The norm may also scale a replica on the same line; the cotangents of the replica need no sum."""
     inputs = {"w": "n/tp", "bias": "d tp=I"}
     names = list(inspect.signature(reference).parameters)
     declared = scheme(
@@ -168,7 +168,7 @@ def test_a_norm_is_named_where_it_scales_a_shard(function, reference, outputs):
 
 @pytest.mark.slow
 def test_infinities_do_not_hide_wrong_elements():
-    """Where every weight of a column is -inf the gradient is undefined, and only the replicas' bits tell."""
+    """If every weight of a column is -inf, its gradient is undefined, and only the replicas' bits show the mistake."""
     declared = scheme(
         reference=lambda x, w: jnp.exp(x @ w), mesh={"tp": (2,)}, inputs={"x": "b d tp=I", "w": "d n/tp"},
         outputs="b n/tp", dtypes=("float32",),

@@ -23,7 +23,7 @@ class CannotTravel(TypeError):
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Also pickles torch's operators and modules of a class of their own, by name: cloudpickle cannot.
+    """Also pickles, by name, torch's operators and modules that have a class of their own; cloudpickle cannot.
 
     Code keeps its file name, which cloudpickle 3.1.3 drops: errors on a rank name their line. Compiled functions of
     torch.compile cannot be pickled; if ranks import the file, they have its globals already.
@@ -42,7 +42,7 @@ class _Pickler(cloudpickle.Pickler):
             build, arguments, *_ = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (build, arguments, obj.co_filename)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and obj.__name__ in sys.modules:
-            return import_module, (obj.__name__,)  # as torch._dynamo.config, which cloudpickle takes for no module
+            return import_module, (obj.__name__,)  # torch._dynamo.config: no module to cloudpickle
         if type(obj).__module__ in ("torch._ops", "torch._classes") and type(obj).__name__ in _OPERATORS:
             return _operator, (_OPERATORS[type(obj).__name__].format(obj),)
         return super().reducer_override(obj)
@@ -92,9 +92,9 @@ def dumps(travelling: Any, *, file_is_imported: bool = False) -> bytes:
 
 
 def state_of(function: Any, modules: set[str], *, file_is_imported: bool = False) -> bytes:
-    """A function pickled with all that it uses of these modules; equal bytes as long as nothing of it is changed.
+    """Pickle a function with everything that it uses from these modules; the bytes are equal until any of it changes.
 
-    Errors: any that an object raises which cannot be pickled.
+    Errors: any exception of an object that cannot be pickled.
     """
     with _by_value(modules):
         file = io.BytesIO()
