@@ -22,12 +22,12 @@ def attend(ranks, q=Q, k=KV, v=None, layout="dual_chunk_swap", **options):
     return context_parallel_attention(q, k, k if v is None else v, layout=layout, **options)
 
 
-def layout_of(mesh, length=16, kind="dual_chunk_swap", rank=None, **options):
+def dense_layout(mesh, length=16, kind="dual_chunk_swap", rank=None, **options):
     rank = mesh.rank("cp") if rank is None else rank
     return TokenLayout.dense(kind, length, cp_size=mesh.size("cp"), cp_rank=rank, **options)
 
 
-def stream_of(mesh):
+def packed_layout(mesh):
     return TokenLayout.packed(torch.tensor([0, 4, 16]), cp_size=2, cp_rank=mesh.rank("cp"))
 
 
@@ -36,12 +36,12 @@ VALUE_ERRORS = [
         lambda m: attend(m, exchange="tree"),
         "exchange='tree' is not one of ring, all_gather, ulysses, usp",
     ),
-    (lambda m: attend(m, group=None), "mesh and group are neither given; pass one of them"),
+    (lambda m: attend(m, group=None), "neither mesh nor group is given; pass one of them"),
     (lambda m: attend(m, mesh=m.device_mesh, group=m["cp"]), "mesh and group are both given; pass one of them"),
     (lambda m: attend(m, exchange="usp"), "exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh"),
     (
         lambda m: attend(m, exchange="usp", mesh=m.device_mesh),
-        "mesh has 1 dims, exchange='usp' needs 2; pass a mesh of that many",
+        "mesh has ndim=1, but exchange='usp' needs ndim=2; pass such a mesh",
     ),
     (lambda m: attend(m, q=Q[0]), "q is [4, 8, 2]; its dims must be [b h s/cp:LAYOUT p]; reshape it to these"),
     (
@@ -57,7 +57,7 @@ VALUE_ERRORS = [
     *[
         (
             lambda m, scale=scale: attend(m, scale=scale),
-            f"scale={scale} must be positive and finite; scale q to turn signs round",
+            f"scale={scale} must be positive and finite; negate q for a negative scale",
         )
         for scale in (0.0, -1, float("inf"), float("nan"))
     ],
@@ -66,7 +66,7 @@ VALUE_ERRORS = [
         "q is [1, 4, 8, 0]; p must be at least 1",
     ),
     *[
-        (lambda m, cu=cu: attend(m, layout=stream_of(m), cu_seqlens=cu), f"cu_seqlens: {wrong}")
+        (lambda m, cu=cu: attend(m, layout=packed_layout(m), cu_seqlens=cu), f"cu_seqlens: {wrong}")
         for cu, wrong in (
             ([0, 16, 4], "sequence 1 runs from 16 back to 4; offsets never decrease"),
             ([0, -5, 4, 16], "sequence 0 runs from 0 back to -5; offsets never decrease"),
@@ -74,7 +74,7 @@ VALUE_ERRORS = [
         )
     ],
     (
-        lambda m: attend(m, layout=stream_of(m), cu_seqlens=[0, 16]),
+        lambda m: attend(m, layout=packed_layout(m), cu_seqlens=[0, 16]),
         "cu_seqlens differ from the layout's; pass one of them",
     ),
     (
@@ -86,26 +86,26 @@ VALUE_ERRORS = [
         "layout='packed' is not one of contiguous, dual_chunk_swap, striped, or a TokenLayout; pass cu_seqlens",
     ),
     (
-        lambda m: attend(m, layout=layout_of(m, 20)),
+        lambda m: attend(m, layout=dense_layout(m, 20)),
         "q, k, v have s=8 rows here, the layout gives this rank 10 of 20; shard them by layout.shard",
     ),
     (
-        lambda m: attend(m, layout=layout_of(m, rank=0).rebind(4, 3)),
+        lambda m: attend(m, layout=dense_layout(m, rank=0).rebind(4, 3)),
         "the layout is for rank 3 of cp=4, this is rank {rank} of cp=2; rebind it",
     ),
     (
-        lambda m: attend(m, q=Q.repeat(2, 1, 1, 1), k=KV.repeat(2, 1, 1, 1), layout=stream_of(m)),
+        lambda m: attend(m, q=Q.repeat(2, 1, 1, 1), k=KV.repeat(2, 1, 1, 1), layout=packed_layout(m)),
         "b=2 but packed sequences are one stream; pass b=1",
     ),
     (
-        lambda m: attend(m, layout=stream_of(m), cu_seqlens=torch.tensor([0, 8, 16])),
+        lambda m: attend(m, layout=packed_layout(m), cu_seqlens=torch.tensor([0, 8, 16])),
         "cu_seqlens differ from the layout's; pass one of them",
     ),
     (lambda m: attend(m, k=KV.to("meta")), "k is on meta but q on cpu; pass one device"),
     (lambda m: attend(m, v=KV.to("meta")), "v is on meta but q on cpu; pass one device"),
     (
-        lambda m: attend(m, layout=layout_of(m, kind="ragged", counts=[8, 8]), exchange="ulysses"),
-        "exchange='ulysses' needs equally many rows on each rank, unlike ragged; use ring or all_gather",
+        lambda m: attend(m, layout=dense_layout(m, kind="ragged", counts=[8, 8]), exchange="ulysses"),
+        "exchange='ulysses' needs the same number of rows on each rank, unlike ragged; use ring or all_gather",
     ),
     (
         lambda m: attend(m, q=Q[:, :3], k=KV[:, :1], exchange="ulysses"),
@@ -139,11 +139,11 @@ TYPE_ERRORS = [
     (lambda m: attend(m, causal=1), "causal=1 is an int; pass True or False"),
     (lambda m: attend(m, scale="1"), "scale is a str; pass a float, or None for p ** -0.5"),
     (
-        lambda m: attend(m, layout=stream_of(m), cu_seqlens=[0.0, 4.0, 16.0]),
+        lambda m: attend(m, layout=packed_layout(m), cu_seqlens=[0.0, 4.0, 16.0]),
         "cu_seqlens: dtype is float32; offsets are integers",
     ),
     (
-        lambda m: attend(m, layout=stream_of(m), cu_seqlens="ab"),
+        lambda m: attend(m, layout=packed_layout(m), cu_seqlens="ab"),
         "cu_seqlens='ab' are not offsets; pass a row of integers",
     ),
     (
@@ -193,8 +193,8 @@ test_rejection_over_two_axes = rejected(
 )
 
 
-def test_a_mesh_of_two_dims_has_the_heads_within():
-    """A layout that counts ranks the other way round is rejected where the two counts differ."""
+def test_in_a_mesh_of_two_dims_heads_are_the_inner_dim():
+    """A layout that numbers the ranks in the other order is rejected on each rank whose number differs."""
 
     def body(mesh, case):
         rank = 2 * mesh.rank("heads") + mesh.rank("ring")
@@ -238,7 +238,7 @@ def test_attention_has_no_dropout():
 
 
 @pytest.mark.slow
-def test_masks_go_with_their_layout():
+def test_masks_are_freed_with_their_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
     mask = weakref.ref(schedule_of(layout, True, 5).blocks[0][0].mask)
     assert mask() is not None
@@ -248,7 +248,7 @@ def test_masks_go_with_their_layout():
 
 
 @pytest.mark.slow
-def test_a_copy_on_another_device_goes_with_its_layout():
+def test_a_copy_on_another_device_is_freed_with_its_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
     weak = weakref.ref(layout), weakref.ref(attention._on_device(layout, torch.device("meta")))
     assert attention._on_device(layout, torch.device("meta")) is weak[1]()

@@ -1,6 +1,6 @@
-"""Which queries meet which keys: packed sequences for every exchange and order, and the pairs themselves.
+"""Attention over packed sequences, for every exchange and order; and which queries and keys a schedule pairs.
 
-Triangles that are split into smaller ones: the same pairs, and the same values, of runs of many lengths too.
+Triangles that are split into smaller ones give the same pairs and the same values.
 """
 
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def declared(layout, ranks, exchanges, **sizes):
     )
 
 
-def attended(mesh, q, k, v, padded, real, causal, window, exchange, kind):
+def attention_of_stream(mesh, q, k, v, padded, real, causal, window, exchange, kind):
     stream = TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout=stream, cu_seqlens=padded, exchange=exchange, **rules(causal, window)
@@ -73,22 +73,22 @@ def attended(mesh, q, k, v, padded, real, causal, window, exchange, kind):
 
 @scheme(contract=context_parallel_attention, **declared("packed", (1, 2, 3, 4), ("ring", "all_gather")))
 def packed_attention_by_keys(mesh, q, k, v, padded, real, causal, window, exchange):
-    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
+    return attention_of_stream(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
 
 
 @scheme(contract=context_parallel_attention, **declared("packed", (1, 2, 4), ("ulysses",)))
 def packed_attention_by_heads(mesh, q, k, v, padded, real, causal, window, exchange):
-    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
+    return attention_of_stream(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
 
 
 @scheme(contract=context_parallel_attention, **declared("striped", (1, 2, 4), ("ring", "all_gather", "ulysses")))
 def packed_attention_in_stripes(mesh, q, k, v, padded, real, causal, window, exchange):
-    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "striped")
+    return attention_of_stream(mesh, q, k, v, padded, real, causal, window, exchange, "striped")
 
 
 @scheme(contract=context_parallel_attention, **declared("contiguous", (1, 2, 4), ("ring", "all_gather", "ulysses")))
 def packed_attention_in_order(mesh, q, k, v, padded, real, causal, window, exchange):
-    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "contiguous")
+    return attention_of_stream(mesh, q, k, v, padded, real, causal, window, exchange, "contiguous")
 
 
 def without_padding(q, k, v, padded, causal, window):
@@ -108,7 +108,7 @@ def by_name(layout):
     return {**fields, "reference": without_padding, "inputs": inputs, "draw": draws, "cost": cost}
 
 
-def attended_by_name(mesh, q, k, v, padded, causal, window, exchange, order):
+def attention_by_name(mesh, q, k, v, padded, causal, window, exchange, order):
     """Offsets and the name of an order in place of a layout."""
     call = dict(layout=order, cu_seqlens=padded, exchange=exchange, **rules(causal, window))
     return context_parallel_attention(q, k, v, group=mesh["cp"], **call)
@@ -116,17 +116,17 @@ def attended_by_name(mesh, q, k, v, padded, causal, window, exchange, order):
 
 @scheme(contract=context_parallel_attention, **by_name("packed"))
 def packed_attention_by_name(mesh, q, k, v, padded, causal, window, exchange):
-    return attended_by_name(mesh, q, k, v, padded, causal, window, exchange, "dual_chunk_swap")
+    return attention_by_name(mesh, q, k, v, padded, causal, window, exchange, "dual_chunk_swap")
 
 
 @scheme(contract=context_parallel_attention, **by_name("contiguous"))
 def packed_attention_in_order_by_name(mesh, q, k, v, padded, causal, window, exchange):
-    return attended_by_name(mesh, q, k, v, padded, causal, window, exchange, "contiguous")
+    return attention_by_name(mesh, q, k, v, padded, causal, window, exchange, "contiguous")
 
 
 @scheme(contract=context_parallel_attention, **by_name("striped"))
 def packed_attention_in_stripes_by_name(mesh, q, k, v, padded, causal, window, exchange):
-    return attended_by_name(mesh, q, k, v, padded, causal, window, exchange, "striped")
+    return attention_by_name(mesh, q, k, v, padded, causal, window, exchange, "striped")
 
 
 MANY = declared("packed", (1, 2), ("ring", "ulysses"), h=(2,), g=(1,), s=(160,), n=(15,))
@@ -134,7 +134,7 @@ MANY = declared("packed", (1, 2), ("ring", "ulysses"), h=(2,), g=(1,), s=(160,),
 
 @scheme(contract=context_parallel_attention, **MANY)
 def packed_attention_of_many_lengths(mesh, q, k, v, padded, real, causal, window, exchange):
-    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
+    return attention_of_stream(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
 
 
 DOCUMENTS = np.array([0, 8, 8, 32, 48])
@@ -146,12 +146,12 @@ def documents(size, world):
     return packed(size, world, DOCUMENTS * size // DOCUMENTS[-1])
 
 
-def of_documents(q, k, v, causal, window):
+def documents_reference(q, k, v, causal, window):
     return by_rules(q, k, v, jnp.array(DOCUMENTS), jnp.array(WRITTEN), causal, window)
 
 
 @scheme(
-    reference=of_documents,
+    reference=documents_reference,
     mesh={"ring": (1, 2), "heads": (1, 2)},
     layouts={"documents": documents},
     contract=context_parallel_attention,
@@ -230,7 +230,7 @@ LONG = {"one": [2400], "several": [1200, 0, 8, 1232], "alike": [800, 800, 800]}
 @pytest.mark.parametrize("kind", [*KINDS, "dual_chunk_swap", "ragged"])
 @pytest.mark.parametrize("name", LONG)
 def test_every_pair_of_long_sequences_meets_once(name, kind, causal, window):
-    """Long sequences are split into runs and small triangles; the rank at the end or in the midst sees as it should."""
+    """Long sequences are split into runs and small triangles; the last rank computes the right pairs, each once."""
     if kind in KINDS:
         layout = streams(LONG[name], kind, 2)[1]
     else:
@@ -238,11 +238,12 @@ def test_every_pair_of_long_sequences_meets_once(name, kind, causal, window):
     places = [x.numpy() for x in (layout.sequence_ids, layout.position_ids, ~layout.padding_mask)]
     expected = np.asarray(seen_pairs(*places, causal, window)).copy()
     expected[np.setdiff1d(np.arange(layout.total), layout.local_index.numpy())] = False
-    assert np.array_equal(times_seen(layout, causal, window), expected)  # a message would take longer than the blocks
+    # Not assert_array_equal: its message would take longer than the blocks.
+    assert np.array_equal(times_seen(layout, causal, window), expected)
 
 
 def area(blocks):
-    """BlockSchedule of queries and keys that blocks compute, and the bytes of their masks, each counted once."""
+    """The number of pairs that blocks compute, and the bytes of their masks; a mask that blocks share counts once."""
     masks = {block.mask.data_ptr(): block.mask.numel() for block in blocks if block.mask is not None}
     pairs = sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks)
     return pairs, sum(masks.values())
@@ -254,7 +255,7 @@ def area(blocks):
 def test_a_window_costs_its_width_for_each_token(kind, window):
     def measured(length):
         layout = TokenLayout.dense(kind, length, cp_size=2, cp_rank=0)
-        return area([block for of_rank in schedule_of(layout, True, window).blocks for block in of_rank])
+        return area([block for rank_blocks in schedule_of(layout, True, window).blocks for block in rank_blocks])
 
     (short, few), (long, many) = measured(8192), measured(32768)
     assert long <= 32768 * (window + 2 * MAX_SEGMENT_QUERIES) and long <= 5 * short
@@ -264,14 +265,14 @@ def test_a_window_costs_its_width_for_each_token(kind, window):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_window_that_sees_all_equals_no_window(kind, causal):
-    for lengths, window in (([24], 24), ([8, 16, 8], 15)):  # of 16 the last is padding
+    for lengths, window in (([24], 24), ([8, 16, 8], 15)):  # the last of 16 tokens is padding
         layout = streams(lengths, kind, 2)[0]
         wide, unlimited = (schedule_of(layout, causal, span).blocks for span in (window, None))
         for limited, expected in zip(wide, unlimited, strict=True):
             assert [(b.is_causal, b.mask is None) for b in limited] == [(b.is_causal, b.mask is None) for b in expected]
 
 
-def test_a_long_sequence_among_short_ones_is_not_filled():
+def test_a_long_sequence_among_short_ones_has_its_own_block():
     layout = TokenLayout.packed(np.cumsum([0, 1025, 3, 4, 5, 6, 7, 8, 9, 10]).tolist(), cp_size=1, cp_rank=0)
     (blocks,) = schedule_of(layout, True, None).blocks
     longest = max(blocks, key=lambda block: block.keys.stop - block.keys.start if type(block.keys) is slice else 0)
@@ -282,14 +283,14 @@ def test_a_long_sequence_among_short_ones_is_not_filled():
 def test_without_a_window_no_mask_is_made():
     for kind in KINDS:
         for layout in streams(LENGTHS["many"], kind, 4):
-            blocks = [block for of_rank in schedule_of(layout, True, None).blocks for block in of_rank]
+            blocks = [block for rank_blocks in schedule_of(layout, True, None).blocks for block in rank_blocks]
             assert not any(block.mask is not None for block in blocks)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_do_not_grow_with_the_sequences(kind, causal):
-    """One block for each length, and fewer than lengths where many differ."""
+    """There is one block for each length; if many lengths differ, there are fewer blocks than lengths."""
 
     def calls(lengths):
         return [len(blocks) for blocks in schedule_of(streams(lengths, kind, 2)[1], causal, None).blocks]

@@ -21,15 +21,15 @@ from shardproof import CaseSpec, mask, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.expert_parallel import routed_experts, shared_experts, softmax_top_k
 
-# Stored in the dtype and used again: the hidden columns, their product with the gate, an expert's output, its addend of
-# each tp rank, and the same of the gradients.
+# Stored in the dtype and used again: the hidden columns, their product with the gate, an expert's output, each tp
+# rank's addend of the output, and the gradients of these.
 ROUNDINGS = 6
 NUMBERS = values("normal", "ties", "zeros", "normal")
 WEIGHTS = {"gate_up": "e/ep d two f", "down": "e/ep f d"}
 SIZES = {"k": (1, 2, 3), "e": (4, 8), "d": (4, 3, 8), "f": (4, 8, 2), "two": (2,)}
 RANKS = (1, 2, 3, 4, 5, 7)
-ON_EACH = {**SIZES, "e": "h*ep", "h": (4, 1, 2)}  # h experts of each rank, whose number may be prime
-MANY = {**ON_EACH, "h": (4, 1, 2, 128, 256)}  # more than 8 bits number, with or without a sign
+ON_EACH = {**SIZES, "e": "h*ep", "h": (4, 1, 2)}  # h experts on each rank, so that ep may be prime
+MANY = {**ON_EACH, "h": (4, 1, 2, 128, 256)}  # more experts than 8 bits can number, signed or not
 
 
 def are_possible(c):
@@ -62,7 +62,7 @@ RAGGED = {
 
 
 def flat(gate_up):
-    """gate|up side by side, as production takes this rank's columns of both."""
+    """This rank's columns of gate and of up side by side, as production takes them."""
     return gate_up.flatten(2)
 
 
@@ -97,7 +97,7 @@ def routed_by_all_gather(
     return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], **options)
 
 
-def tokens_of_each(axes, replicated):
+def token_specs(axes, replicated):
     """Specs of tokens sharded over all axes, and of experts over ep and tp and replicated over the others."""
     cut = "/".join(axes)
     types = "".join(f" {axis}=R" for axis in replicated)
@@ -109,7 +109,7 @@ def tokens_of_each(axes, replicated):
     reference=by_all_to_all,
     mesh={"ep": (1, 2), "tp": (1, 2, 4)},
     contract=routed_experts,
-    inputs=tokens_of_each(("ep", "tp"), ()),
+    inputs=token_specs(("ep", "tp"), ()),
     cost=lambda c: cost_by_all_to_all(routed_over_ep_and_tp, c),
     **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
@@ -121,7 +121,7 @@ def routed_over_ep_and_tp(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, 
     reference=by_all_gather,
     mesh={"ep": (1, 2), "tp": (1, 2)},
     contract=routed_experts,
-    inputs=tokens_of_each(("ep", "tp"), ()),
+    inputs=token_specs(("ep", "tp"), ()),
     cost=lambda c: cost_by_all_gather(gathered_over_ep_and_tp, c),
     **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
@@ -130,16 +130,16 @@ def gathered_over_ep_and_tp(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up
     return routed_experts(x, gates, experts, flat(gate_up), down, mesh["ep"], mesh["tp"], **options)
 
 
-OF_THREE = {**SIZES, "e": (3, 6), "f": (6, 12)}
+MULTIPLES_OF_THREE = {**SIZES, "e": (3, 6), "f": (6, 12)}
 
 
 @scheme(
     reference=by_all_to_all,
     mesh={"ep": (1, 3), "tp": (1, 2, 3)},
     contract=routed_experts,
-    inputs=tokens_of_each(("ep", "tp"), ()),
+    inputs=token_specs(("ep", "tp"), ()),
     cost=lambda c: cost_by_all_to_all(routed_over_threes, c),
-    **{**DECLARED, "dims": OF_THREE, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
+    **{**DECLARED, "dims": MULTIPLES_OF_THREE, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
 def routed_over_threes(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
     """Sizes that are no powers of 2, over ep, over tp and over both."""
@@ -150,7 +150,7 @@ def routed_over_threes(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, dow
     reference=by_all_to_all,
     mesh={"dp": (1, 2), "cp": (1, 2), "ep": (1, 2), "tp": (1, 2)},
     contract=routed_experts,
-    inputs=tokens_of_each(("dp", "cp", "ep", "tp"), ("dp", "cp")),
+    inputs=token_specs(("dp", "cp", "ep", "tp"), ("dp", "cp")),
     **{**DECLARED, "draw": {name: draw for name, draw in DRAW.items() if name != "kept"}},
 )
 def routed_with_replicated_experts(mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, backend):
@@ -211,8 +211,8 @@ def test_experts_may_be_of_any_integer_dtype(exchange):
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize(("gate", "size", "scale"), [(16.0, 10.0, 1e-3), (1e-6, 0.01, 100.0), (1e-4, 0.01, 100.0)])
-def test_float16_has_no_gate_times_a_hidden_column(exchange, gate, size, scale):
-    """Which would overflow, or vanish, where the product with the output does not."""
+def test_float16_multiplies_gates_with_outputs_not_with_hidden_columns(exchange, gate, size, scale):
+    """A gate times a hidden column would overflow or vanish, although the gate times the output does not."""
     hidden = torch.tensor(8 * size).sigmoid() * (8 * size) ** 2
     expected = gate * 8 * hidden * scale
 
@@ -227,7 +227,7 @@ def test_float16_has_no_gate_times_a_hidden_column(exchange, gate, size, scale):
 
 
 def test_the_gradient_of_a_narrow_gate_is_rounded_once():
-    """Over tp it is a sum of addends, which were rounded to the dtype of the gates before."""
+    """Over tp the gradient is a sum of addends, and no addend is rounded to the dtype of the gates before the sum."""
     generator = torch.Generator().manual_seed(0)
     x, cotangent = (torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     gate_up = torch.randn(2, 4, 2, 8, generator=generator, dtype=torch.float64)
@@ -238,8 +238,8 @@ def test_the_gradient_of_a_narrow_gate_is_rounded_once():
         rank, size = mesh.rank("tp"), mesh.size("tp")
         own, columns = slice(rank * 8 // size, (rank + 1) * 8 // size), 8 // size
         gates = torch.full((8 // size, 1), 0.3).requires_grad_()
-        of_rank = gate_up.narrow(3, rank * columns, columns).flatten(2), down.narrow(1, rank * columns, columns)
-        y = routed_experts(x[own], gates, experts[own], *of_rank, mesh["ep"], mesh["tp"])
+        shards = gate_up.narrow(3, rank * columns, columns).flatten(2), down.narrow(1, rank * columns, columns)
+        y = routed_experts(x[own], gates, experts[own], *shards, mesh["ep"], mesh["tp"])
         return torch.autograd.grad(y, gates, cotangent[own])[0]
 
     (alone,), ranks = (run(body, CaseSpec(scheme="gates", mesh={"ep": 1, "tp": tp})).results for tp in (1, 4))
@@ -248,11 +248,11 @@ def test_the_gradient_of_a_narrow_gate_is_rounded_once():
 
 # A choice that rounding decides is undecided: neither equal nor a mismatch. A mistake beside it is a mismatch.
 
-OF_A_TIE = {"t": 4, "d": 2, "e": 2, "f": 4, "two": 2}
+TIE_SIZES = {"t": 4, "d": 2, "e": 2, "f": 4, "two": 2}
 
 
 def nearly_equal_columns(generator, shape):
-    """Of tokens of ones the second logit is larger by 2^-26, which float32 rounds away and float64 does not."""
+    """For a token of ones, the second logit is larger by 2^-26, which float64 keeps and float32 rounds away."""
     return np.array([[1.0, 1.0], [0.0, 2.0**-26]])
 
 
@@ -261,13 +261,13 @@ def routed_in_float64(x, router, gate_up, down):
     return on_one_device.mixture(x, gates, experts, gate_up, down)
 
 
-def report_of(scale):
+def scaled_report(scale):
     @scheme(
         reference=routed_in_float64,
         mesh={"ep": (1, 2)},
         inputs={"x": "t/ep d", "router": "d e ep=R", "gate_up": "e/ep d two f", "down": "e/ep f d"},
         outputs="t/ep d",
-        dims={name: (size,) for name, size in OF_A_TIE.items() if name != "t"},
+        dims={name: (size,) for name, size in TIE_SIZES.items() if name != "t"},
         draw={
             "x": values("ones"),
             "router": nearly_equal_columns,
@@ -280,17 +280,17 @@ def report_of(scale):
         gates, experts, _ = softmax_top_k(x @ router, 1)
         return scale * routed_experts(x, gates, experts, gate_up.flatten(2), down, mesh["ep"])
 
-    return nearly_tied.verify(ep=2, **OF_A_TIE, inside_subgroup=False, examples=1)
+    return nearly_tied.verify(ep=2, **TIE_SIZES, inside_subgroup=False, examples=1)
 
 
 @pytest.mark.slow
 def test_a_choice_that_rounding_decides_is_undecided():
-    report = report_of(1.0)
+    report = scaled_report(1.0)
     assert report.verdict == "undecided" and not report.failed, str(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [2.0, -1.0])
-def test_a_mistake_beside_it_is_a_mismatch(scale):
-    report = report_of(scale)
+def test_a_mistake_beside_an_undecided_choice_is_a_mismatch(scale):
+    report = scaled_report(scale)
     assert report.failed and report.verdict != "undecided", str(report)

@@ -147,11 +147,10 @@ def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) 
             raise Rejected("exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh")
         return CpGroups(group, group, group.size(), group.rank())
     if mesh is None or group is not None:
-        both = "neither" if mesh is None else "both"
-        raise Rejected(f"mesh and group are {both} given; pass one of them")
+        given = "neither mesh nor group is" if mesh is None else "mesh and group are both"
+        raise Rejected(f"{given} given; pass one of them")
     if mesh.ndim != dims:
-        needed = f"mesh has {mesh.ndim} dims, exchange={exchange!r} needs {dims}"
-        raise Rejected(f"{needed}; pass a mesh of that many")
+        raise Rejected(f"mesh has ndim={mesh.ndim}, but exchange={exchange!r} needs ndim={dims}; pass such a mesh")
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
         return CpGroups(ring, heads, ring.size(), ring.rank())
@@ -207,7 +206,7 @@ def _exchange_problem(exchange: str, groups: CpGroups, layout: TokenLayout, q: T
     """Why an exchange does not support the layout or cannot shard the heads, or None."""
     label, heads, kv_heads, heads_size = f"exchange={exchange!r}", q.shape[1], k.shape[1], groups.heads.size()
     if layout.kind == "ragged" and exchange in ("ulysses", "usp"):
-        return f"{label} needs equally many rows on each rank, unlike ragged; use ring or all_gather"
+        return f"{label} needs the same number of rows on each rank, unlike ragged; use ring or all_gather"
     # The stripes of the ranks in a heads group do not make a stripe of the sequence.
     if exchange == "usp" and layout.kind == "striped":
         return f"{label} cannot join striped rows; use ring, all_gather or ulysses, or another layout"

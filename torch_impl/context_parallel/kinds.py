@@ -75,7 +75,7 @@ class _Scale:
         if isinstance(value, bool) or not isinstance(value, Real):
             return TypeProblem(f" is {type_name(value)}; pass a float, or None for p ** -0.5")
         if not 0 < float(value) < math.inf:
-            return f"={value} must be positive and finite; scale q to turn signs round"
+            return f"={value} must be positive and finite; negate q for a negative scale"
         return None
 
 

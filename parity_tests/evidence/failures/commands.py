@@ -1,4 +1,4 @@
-"""Kinds of failure of a whole command: files that could hide a verdict, each verified in a process of its own."""
+"""Kinds of failure of a whole command: files that could hide a verdict, each verified by a new process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def without_a_number(mesh, x):
 
 declare(without_a_number, reference=lambda x: float("nan") * x)
 """
-OF_A_HELPER = """
+WITH_HELPER = """
 from helper import FACTOR
 
 def scaled(mesh, x):
@@ -90,9 +90,9 @@ COMMANDS = {
     "reference_is_nan_in_every_case": Kind({"kind.py": f"{HEAD}{NAN}"}),
     "two_helpers_of_one_name": Kind(
         {
-            "one/kind.py": f"{HEAD}{OF_A_HELPER}",
+            "one/kind.py": f"{HEAD}{WITH_HELPER}",
             "one/helper.py": "FACTOR = 2\n",
-            "two/kind.py": f"{HEAD}{OF_A_HELPER.replace('scaled', 'rescaled')}",
+            "two/kind.py": f"{HEAD}{WITH_HELPER.replace('scaled', 'rescaled')}",
             "two/helper.py": "FACTOR = 3\n",
         }
     ),

@@ -1,4 +1,4 @@
-"""The gallery's sample: torch's own losses, which need no further package; its tables, its scripts and its page."""
+"""Findings in peers: a sample in torch's own losses, which needs no further package; the tables, scripts and page."""
 
 import ast
 import importlib.util

@@ -1,7 +1,7 @@
 """Verify sharded PyTorch against single-device JAX. These are the names for users' files.
 
 Each name is loaded on first use: ranks in other processes import this package and must not load JAX. `__init__.pyi`
-has the names, each with its place.
+lists the names and the module of each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 def _end_without_verdict(left: SystemExit) -> NoReturn:
-    """`python -m` finds a file of the working folder before Python's module of the name, and it may exit with 0."""
+    """With `python -m`, a file of the working folder hides Python's module of that name; its import may exit with 0."""
     import traceback
 
     from shardproof.endings.exit_status import RANK_FAILED

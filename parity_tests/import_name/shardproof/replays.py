@@ -78,7 +78,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".") -> tuple[s
     except OSError:
         path.unlink(missing_ok=True)  # a full disk keeps only the first part
         raise
-    # A file imported by name and one read by path are the same source; the name of a pickle depends on the case.
+    # The key has the declaring file, whether imported by name or read by path. A pickle's name depends on the case.
     declaration = (report.case.scheme, "") if pickled is not None else (scheme.name, declaring_file(scheme))
     target = scheme.implementation.target if scheme.implementation else ""
     key = (str(Path(folder).resolve()), *declaration, target)

@@ -32,7 +32,7 @@ def numpy_rule(equation: Any) -> Rule:
 # Values, if NumPy's function of that name differs from XLA's.
 
 
-def divided(equation: Any) -> Callable[..., Any]:
+def division(equation: Any) -> Callable[..., Any]:
     """Integer division rounds towards zero; division by zero gives -1."""
 
     def quotient(x: Any, y: Any) -> Any:
@@ -50,15 +50,15 @@ def remainder(equation: Any) -> Callable[..., Any]:
     return lambda x, y: np.where(y == 0, x, np.fmod(x, y))
 
 
-def by_kind(of_floats: Rule, of_integers: Rule) -> Rule:
+def by_kind(float_rule: Rule, integer_rule: Rule) -> Rule:
     def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-        chosen = of_floats if equation.outvars[0].aval.dtype.kind == "f" else of_integers
+        chosen = float_rule if equation.outvars[0].aval.dtype.kind == "f" else integer_rule
         return chosen(equation, has_tangent, nested)
 
     return rule
 
 
-def converted(equation: Any, lead: tuple[int, ...] = ()) -> Callable[..., Any]:
+def conversion(equation: Any, lead: tuple[int, ...] = ()) -> Callable[..., Any]:
     """Floats convert to the nearest representable integer, nan to 0."""
     source, target = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     if source.kind != "f" or target.kind not in "iu":
@@ -81,14 +81,14 @@ def with_bits(equation: Any) -> Callable[..., Any]:
     return lambda x: np.asarray(x).view(target)
 
 
-def rounded(equation: Any) -> Callable[..., Any]:
+def rounding(equation: Any) -> Callable[..., Any]:
     if int(equation.params["rounding_method"]) == 1:  # RoundingMethod.TO_NEAREST_EVEN
         return np.rint
     below_half = np.nextafter(0.5, 0.0)
     return lambda x: np.trunc(x + np.copysign(below_half, x).astype(x.dtype))
 
 
-def shifted(function: Callable[..., Any], unsigned: bool) -> Callable[..., Any]:
+def shift(function: Callable[..., Any], unsigned: bool) -> Callable[..., Any]:
     def build(equation: Any) -> Callable[..., Any]:
         dtype = equation.outvars[0].aval.dtype
         bits = np.dtype(f"u{dtype.itemsize}") if unsigned else dtype
@@ -98,7 +98,7 @@ def shifted(function: Callable[..., Any], unsigned: bool) -> Callable[..., Any]:
 
 
 def total_order(x: Any) -> Any:
-    """Integers in the total order of floats: -NaN, -inf, ..., -0, +0, ..., inf, NaN. Integers stay as they are."""
+    """Integers that sort like floats in total order: -NaN, -inf, ..., -0, +0, ..., inf, NaN. Integers are unchanged."""
     if x.dtype.kind != "f":
         return x
     bits = np.asarray(x).view(f"i{x.dtype.itemsize}")
@@ -106,7 +106,7 @@ def total_order(x: Any) -> Any:
 
 
 def platform_index(equation: Any) -> Callable[..., Any]:
-    """The branch for the CPU, or the default one: where JAX has a function in several versions."""
+    """The index of the CPU's branch, else of the default branch, if JAX has several versions of a function."""
     platforms = equation.params["platforms"]
     index = next((i for i, names in enumerate(platforms) if names and "cpu" in names), platforms.index(None))
     return lambda: np.int32(index)
@@ -131,11 +131,11 @@ def position(function: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def clamped(equation: Any) -> Callable[..., Any]:
+def clamp(equation: Any) -> Callable[..., Any]:
     return lambda lowest, x, highest: np.minimum(np.maximum(x, lowest), highest)
 
 
-def of_storage(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+def storage_rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     """The rule of `jax_ref.stored`: the identity; rounding.py rounds. Errors: NoRule for another precision."""
     if not is_stored(equation):
         raise NoRule(f"{equation.primitive.name} to {equation.params['mantissa_bits']} bits")
@@ -158,7 +158,7 @@ def integer_power(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tu
 
 
 def by_exponent(t: Any, z: Any, x: Any, y: Any) -> Any:
-    """A zero base does not change with its exponent."""
+    """The tangent of a power by its exponent; 0 for a base of 0."""
     return t * (np.log(np.where(x == 0, 1.0, x)) * z)
 
 
@@ -184,8 +184,8 @@ def extreme(ufunc: np.ufunc, is_minimum: bool) -> Rule:
         if dtype.kind == "f":
             initial = math.inf if is_minimum else -math.inf
         else:
-            of_dtype = (False, True) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-            initial = of_dtype[is_minimum]
+            limits = (False, True) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+            initial = limits[is_minimum]
         behind_lead = tuple(axis + 1 for axis in axes)
 
         def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -218,8 +218,8 @@ def select(equation: Any, lead: tuple[int, ...]) -> Callable[..., Any]:
 # Sorting: the values determine the order, and tangents are permuted with them.
 
 
-def reordered(order: Callable[..., Any], count: int, with_index: bool, axis: int) -> Step:
-    """The first `count` along the axis, in an order of the values; also the order itself, for top_k."""
+def reorder(order: Callable[..., Any], count: int, with_index: bool, axis: int) -> Step:
+    """Sort by `order` along the axis and keep the first `count`; `with_index` also returns the positions, for top_k."""
 
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         index = order(*values).take(range(count), axis)
@@ -236,7 +236,7 @@ def sort(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step,
     """Sort by the first keys, nan last; stable."""
     axis, keys = equation.params["dimension"], equation.params["num_keys"]
     order = lambda *values: np.lexsort(values[:keys][::-1], axis=axis)  # noqa: E731
-    return reordered(order, equation.invars[0].aval.shape[axis], False, axis), tuple(has_tangent)
+    return reorder(order, equation.invars[0].aval.shape[axis], False, axis), tuple(has_tangent)
 
 
 def top_k(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
@@ -248,7 +248,7 @@ def top_k(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step
     def order(x: Any) -> Any:
         return size - 1 - np.flip(np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
 
-    return reordered(order, equation.params["k"], True, axis), (*has_tangent, False)
+    return reorder(order, equation.params["k"], True, axis), (*has_tangent, False)
 
 
 # Products.
@@ -342,10 +342,10 @@ RULES: dict[str, Rule] = {
     "scatter-max": derived(constant(indexing.scatter(np.maximum))),
     "select_n": linear(select),
     "copy": linear(same),
-    "reduce_precision": of_storage,
+    "reduce_precision": storage_rule,
     "name": linear(same),
     "optimization_barrier": linear(same),
-    "convert_element_type": by_kind(linear(converted), constant(converted)),
+    "convert_element_type": by_kind(linear(conversion), constant(conversion)),
     "iota": constant(iota),
     "empty2": constant(lambda equation: lambda: np.zeros((), equation.params["dtype"])),  # a number that nothing reads
     # Sums and products.
@@ -360,7 +360,7 @@ RULES: dict[str, Rule] = {
     "sub": elementwise(np.subtract, lambda t, z, x, y: t, lambda t, z, x, y: -t),
     "mul": elementwise(np.multiply, lambda t, z, x, y: t * y, lambda t, z, x, y: t * x),
     "div": by_kind(
-        elementwise(np.divide, lambda t, z, x, y: t / y, lambda t, z, x, y: -t * x * (1 / (y * y))), constant(divided)
+        elementwise(np.divide, lambda t, z, x, y: t / y, lambda t, z, x, y: -t * x * (1 / (y * y))), constant(division)
     ),
     "rem": by_kind(derived(constant(remainder)), constant(remainder)),
     # Elementwise.
@@ -394,7 +394,7 @@ RULES: dict[str, Rule] = {
     **{name: traced(getattr(np, f"arc{name[1:]}")) for name in ("asin", "acos", "atan", "asinh", "acosh", "atanh")},
     "atan2": traced(np.arctan2),
     **{name: plain(getattr(np, name)) for name in ("floor", "ceil", "sign", "nextafter")},
-    "round": constant(rounded),
+    "round": constant(rounding),
     "is_finite": plain(np.isfinite),
     "stop_gradient": plain(lambda x: x),
     # Choices and orders.
@@ -404,7 +404,7 @@ RULES: dict[str, Rule] = {
     "reduce_min": extreme(np.minimum, is_minimum=True),
     "cummax": derived(constant(indexing.accumulation(np.maximum))),
     "cummin": derived(constant(indexing.accumulation(np.minimum))),
-    "clamp": derived(constant(clamped)),
+    "clamp": derived(constant(clamp)),
     "argmax": constant(position(np.argmax)),
     "argmin": constant(position(np.argmin)),
     "sort": sort,
@@ -421,9 +421,9 @@ RULES: dict[str, Rule] = {
     "gt": plain(np.greater),
     "ge": plain(np.greater_equal),
     "bitcast_convert_type": constant(with_bits),
-    "shift_left": constant(shifted(np.left_shift, unsigned=False)),
-    "shift_right_logical": constant(shifted(np.right_shift, unsigned=True)),
-    "shift_right_arithmetic": constant(shifted(np.right_shift, unsigned=False)),
+    "shift_left": constant(shift(np.left_shift, unsigned=False)),
+    "shift_right_logical": constant(shift(np.right_shift, unsigned=True)),
+    "shift_right_arithmetic": constant(shift(np.right_shift, unsigned=False)),
     "population_count": constant(bits_set),
     # Branches, loops, and functions with a custom derivative.
     "cond": control_flow.cond,
