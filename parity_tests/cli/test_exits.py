@@ -43,7 +43,7 @@ def line_of(file, text):
 
 
 def run(*arguments):
-    """Status, standard output and standard error of a command in a process of its own, which forks another."""
+    """Status, standard output and standard error of a command in a new process."""
     done = warm_python.run(*arguments)
     return done.returncode, done.stdout, done.stderr
 
@@ -57,15 +57,15 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-# Each exits in another place, with a status of its own in its line.
+# Each scheme exits in another function; its status occurs in no other line.
 EXITS = {
-    "of_reference": declared("of_reference", at="sys.exit(11)", reference="lambda x: bad(x)"),
-    "of_assume": declared("of_assume", at="sys.exit(12)", assume="lambda case: bad(case)"),
-    "of_draw": declared("of_draw", at="sys.exit(13)", draw="{'x': drawn(lambda generator, shape: bad())}"),
-    "of_cost": declared("of_cost", at="sys.exit(14)", cost="lambda case: bad(case)"),
-    "of_process": declared("of_process", at="os._exit(15)", reference="lambda x: bad(x)"),
-    "of_context": declared("of_context", at="sys.exit(16)", around="lambda mesh: bad(mesh)"),
-    "of_rank": declared("of_rank", body="os._exit(17)"),
+    "in_reference": declared("in_reference", at="sys.exit(11)", reference="lambda x: bad(x)"),
+    "in_assume": declared("in_assume", at="sys.exit(12)", assume="lambda case: bad(case)"),
+    "in_draw": declared("in_draw", at="sys.exit(13)", draw="{'x': drawn(lambda generator, shape: bad())}"),
+    "in_cost": declared("in_cost", at="sys.exit(14)", cost="lambda case: bad(case)"),
+    "in_process": declared("in_process", at="os._exit(15)", reference="lambda x: bad(x)"),
+    "in_context": declared("in_context", at="sys.exit(16)", around="lambda mesh: bad(mesh)"),
+    "in_rank": declared("in_rank", body="os._exit(17)"),
 }
 
 
@@ -79,8 +79,8 @@ def test_only_the_scheme_that_exits_is_not_judged(raising, error):
     record = json.loads(Path("out.json").read_text())
     assert (status, record["status"]) == (RANK_FAILED, RANK_FAILED)
     verdicts = {report["scheme"].rpartition(":")[2]: report["verdict"] for report in record["reports"]}
-    assert verdicts == {"of_context": "raised", "of_rank": "raised", "wrong": "mismatch", "right": "equal"}
-    assert set(record["not_judged"]) == set(raising) - {"of_context", "of_rank"}
+    assert verdicts == {"in_context": "raised", "in_rank": "raised", "wrong": "mismatch", "right": "equal"}
+    assert set(record["not_judged"]) == set(raising) - {"in_context", "in_rank"}
     for name in raising:
         [code] = re.findall(r"\w+\(1\d\)", raising[name])
         at = f"exits.py:{line_of(file, code)}"
@@ -201,8 +201,8 @@ main()
 
 def test_a_message_that_cannot_be_printed_costs_nothing():
     raising = declared("raising", body=r"raise ValueError('\ud800 \x1b[31m \x00')")
-    of_reference = declared("of_reference", at=r"raise ValueError('\udfff \x07')", reference="lambda x: bad(x)")
-    file = written("foreign.py", IMPORTS, raising, of_reference, WRONG)
+    in_reference = declared("in_reference", at=r"raise ValueError('\udfff \x07')", reference="lambda x: bad(x)")
+    file = written("foreign.py", IMPORTS, raising, in_reference, WRONG)
     files = {"--json": "out.json", "--junit": "out.xml", "--html": "out.html"}
     status, out, err = verified(file, "--mesh", "tp=2", *itertools.chain(*files.items()))
     assert (status, err) == (RANK_FAILED, "")
@@ -222,7 +222,7 @@ SHRINKING = {
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("how", SHRINKING)
 def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
-    """It is wrong for b=8 alone; smaller sizes can be drawn until then, and no more when one is tried."""
+    """The scheme is wrong for b=8 alone. Once b=8 has been drawn, drawing a smaller size fails."""
     seen = f"SEEN = set()\ndef small():\n    {SHRINKING[how]}\n"
     draw = "def own(generator, shape):\n    SEEN.add(*shape)\n    shape[0] < 8 and 8 in SEEN and small()\n"
     wrong = "def wrong(mesh, x):\n    return x * (2 * mesh.size('tp') if len(x) == 4 else 2)\n"
@@ -238,13 +238,13 @@ def test_a_mismatch_is_not_lost_while_it_is_made_smaller(how):
     assert (died in out) == (how == "crashes")
 
 
-STOP = "class Stop(BaseException):\n    pass\n"  # as asyncio's and pytest's are, which end a task or skip a test
+STOP = "class Stop(BaseException):\n    pass\n"  # asyncio and pytest have such exceptions, to end a task or skip a test
 
 
-def test_what_is_no_exception_costs_its_own_verdict_alone(shardproof):
-    of_reference = declared("of_reference", at="raise Stop('in a reference')", reference="lambda x: bad(x)")
-    of_draw = declared("of_draw", at="raise Stop('in a draw')", draw="{'x': drawn(lambda generator, shape: bad())}")
-    file = written("stops.py", IMPORTS, STOP, of_reference, of_draw, WRONG)
+def test_a_base_exception_costs_its_own_verdict_alone(shardproof):
+    in_reference = declared("in_reference", at="raise Stop('in a reference')", reference="lambda x: bad(x)")
+    in_draw = declared("in_draw", at="raise Stop('in a draw')", draw="{'x': drawn(lambda generator, shape: bad())}")
+    file = written("stops.py", IMPORTS, STOP, in_reference, in_draw, WRONG)
     status, out, err = shardproof("verify", file, "--mesh", "tp=2", "--examples", "1")
     assert (status, err) == (MISMATCH, "")
     for text in ("in a reference", "in a draw"):
@@ -252,7 +252,7 @@ def test_what_is_no_exception_costs_its_own_verdict_alone(shardproof):
     assert out.splitlines()[-1] == "3 schemes, 1 mismatch, 0 not run, 2 not judged."
 
 
-def test_an_import_that_raises_no_exception_is_a_sentence(shardproof):
+def test_a_base_exception_at_import_is_one_sentence(shardproof):
     status, out, err = shardproof("verify", written("stops.py", STOP, "raise Stop('at import')\n"))
     line = line_of("stops.py", "at import")
     assert (status, out, err) == (USAGE, "", f"shardproof: cannot import stops.py:{line}: Stop: at import\n")
@@ -287,7 +287,7 @@ def test_two_schemes_of_one_name_are_two_verdicts():
     assert summary.closing(one) == "2 schemes, 0 mismatches, 0 not run, 2 not judged."
 
 
-def test_an_expected_failure_is_of_one_scheme(shardproof):
+def test_an_expected_failure_names_one_scheme(shardproof):
     files = written("one.py", WRONG), written("other.py", WRONG)
     Path("expected.txt").write_text("wrong mismatch\n")
     status, _, err = shardproof("verify", *files, "--expected-failures", "expected.txt")
@@ -295,7 +295,7 @@ def test_an_expected_failure_is_of_one_scheme(shardproof):
     assert "expected.txt:1: 2 schemes are called 'wrong'; write one.py::wrong and other.py::wrong" in err
 
 
-def test_an_internal_error_is_none_of_a_scheme():
+def test_an_internal_error_is_not_blamed_on_a_scheme():
     program = "import shardproof.cli.scheme_list as table\ntable.show = lambda *arguments: {}['lost']\n"
     status, out, err = run("-c", f"{program}from shardproof import main\nmain()", "list")
     assert (status, out) == (INTERNAL, "")
@@ -348,8 +348,8 @@ def test_a_function_of_numpy_that_the_file_replaces_gives_no_verdict():
 def test_a_mismatch_outlives_what_the_file_does_to_sys():
     lines = "import sys\nsys.exit = lambda *status: None\nsys.stdout.close()\n"
     status, out, _ = verified(written("wrong.py", lines, WRONG), "--mesh", "tp=2", "--examples", "1")
-    assert status == MISMATCH  # and not the status of a process that came to the line after its exit
-    assert "1 scheme, 1 mismatch, 0 not run." in out  # and is not lost with what the file has closed
+    assert status == MISMATCH  # although sys.exit does nothing
+    assert "1 scheme, 1 mismatch, 0 not run." in out  # although the file has closed sys.stdout
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ def test_a_working_folder_that_is_removed_is_one_sentence():
 
 
 @pytest.mark.slow
-def test_no_file_of_ours_takes_the_place_of_a_closed_output():
+def test_no_file_that_we_open_gets_the_number_of_a_closed_output():
     crashing = declared("crashing", body="os.write(2, b'?' * 1000)\n    ctypes.string_at(0)")
     file = written("writes.py", IMPORTS, WRONG, crashing)
     closing = "import os, sys\nos.close(1); os.close(2)\nsys.stdout = sys.stderr = None\n"
@@ -405,7 +405,7 @@ def test_what_is_judged_before_an_interrupt_is_printed():
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("call", ["ctypes.CDLL(None)._exit(0)", "__import__('posix')._exit(0)"])
 def test_a_rank_in_the_environment_hides_no_exit(call, monkeypatch):
-    """Other launchers than torchrun set it too, and a command on lockstep is none of their ranks."""
+    """Launchers other than torchrun set RANK too, but a command on lockstep is not one of their ranks."""
     monkeypatch.setenv("RANK", "0")
     status, out, err = verified(written("leaves.py", IMPORTS, declared("leaves", body=call)), "--mesh", "tp=2")
     assert status == RANK_FAILED and "left with exit code 0" in out + err

@@ -51,8 +51,8 @@ def test_contiguous_splits_the_stream_where_documents_do_not_end():
 
 
 @pytest.mark.parametrize("order", ["dual_chunk_swap", "contiguous"])
-def test_offsets_of_several_streams_make_each_layout_again(order):
-    """Streams with unlike numbers of documents, one row of the tensor at a time, as a schedule splits it."""
+def test_each_layout_is_rebuilt_from_a_row_of_the_streams_offsets(order):
+    """Streams have different numbers of documents. The tensor is split into its rows, as a schedule splits it."""
 
     def body(mesh, case):
         placement = Placement(mesh["cp"], mesh["cp"], order=order)

@@ -20,21 +20,21 @@ UNDECAYED = ("norm",)
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
-def decay_of(name, weight_decay):
+def decay_rate(name, weight_decay):
     return 0.0 if name in UNDECAYED else weight_decay
 
 
 def reference_adamw(weights, gradients, exp_avg, exp_avg_sq, t, weight_decay):
     def after(name):
         state = exp_avg[name], exp_avg_sq[name], t
-        return adamw(weights[name], gradients[name], *state, lr=0.1, weight_decay=decay_of(name, weight_decay))
+        return adamw(weights[name], gradients[name], *state, lr=0.1, weight_decay=decay_rate(name, weight_decay))
 
     return by_name(weights, ("weights", *STATES["adamw"]), after)
 
 
 def reference_sgd(weights, gradients, momentum_buffer, weight_decay):
     def after(name):
-        decay = decay_of(name, weight_decay)
+        decay = decay_rate(name, weight_decay)
         return sgd(weights[name], gradients[name], momentum_buffer[name], lr=0.1, momentum=0.9, weight_decay=decay)
 
     return by_name(weights, ("weights", *STATES["sgd"]), after)
@@ -66,8 +66,8 @@ def declared(states, **changes):
 
 
 def cost(states):
-    def of_case(case):
-        """A share of the parameters with decay and one of the others; the scheme gathers their states as well."""
+    def share_cost(case):
+        """Two shares: parameters with decay, and the others. The scheme also gathers the states of both."""
         shares = [2 * case.a * case.b, case.b]
         longest = [-(-n // case.dp) for n in shares]
         gathered = [n * case.itemsize for n in longest]
@@ -77,14 +77,14 @@ def cost(states):
         summed = sum(case.dp * n * summand_itemsize for n in longest)
         return Cost(forward={"reduce_scatter": (2, summed), "all_gather": (len(gathered), sum(gathered))})
 
-    return of_case
+    return share_cost
 
 
 def zero1_step(mesh, optimizer, weights, gradients, states, step, weight_decay, master):
     """One step, from these states of the parameters; returns new weights and states, in full.
 
-    `master` is the dtype of the shares. A rank whose gradient of a parameter is 0 has none, and has frozen `up`
-    since the optimizer was made if it lacks its gradient.
+    `master` is the dtype of the shares. A rank has no .grad for a parameter whose gradient there is all zeros; if this
+    parameter is `up`, the rank freezes it after the optimizer is made.
     """
     parameters = {name: nn.Parameter(x.clone()) for name, x in weights.items()}
     for name, each in parameters.items():
@@ -155,7 +155,7 @@ def reference_two_dtypes(weights, gradients):
     return {f"weights_{name}": x for name, x in {**weights, **moved}.items()}
 
 
-def cost_of_two_dtypes(c):
+def two_dtype_cost(c):
     """A share for each dtype; the last step, without gradients, gathers once more."""
     sizes = {8: 2 * c.a * c.b} if c.itemsize == 8 else {c.itemsize: c.a * c.b, 8: c.a * c.b}
     longest = {itemsize: -(-size // c.dp) for itemsize, size in sizes.items()}
@@ -166,7 +166,7 @@ def cost_of_two_dtypes(c):
 
 
 def two_dtypes():
-    common = declared((), dtypes=("float32", "float64"), roundings=4, cost=cost_of_two_dtypes)
+    common = declared((), dtypes=("float32", "float64"), roundings=4, cost=two_dtype_cost)
     return {**common, "mesh": {"dp": (1, 2, 3)}, "rank_options": {"stored": ("plain", "transposed")}}
 
 
@@ -192,7 +192,7 @@ def zero1_of_two_dtypes(mesh, weights, gradients, stored):
     return {f"weights_{name}": each.detach().to(weights[name].dtype) for name, each in parameters.items()}
 
 
-SMALL, MANY = 2.0**-8, 32  # a step that most 16-bit weights lose, and so many that the sum of them is seen
+SMALL, MANY = 2.0**-8, 32  # one step is rounded away in most 16-bit weights, MANY steps are not
 
 
 def reference_small_steps(weights, gradients):
@@ -240,7 +240,7 @@ def model():
 
 
 def gradient(parameter, rank, step):
-    """Integers, another for each rank; none of the last parameter on rank 0."""
+    """Integers that differ between ranks and steps."""
     count = torch.arange(float(parameter.numel())).view_as(parameter)
     return (count * (rank + 2) + step) % 5 - 2
 
@@ -296,7 +296,7 @@ def narrow_run(mesh, case):
 
 
 def test_master_weights_add_up_terms_that_bfloat16_would_lose():
-    """32 steps of 2^-11 each, of two ranks' gradients: each is below half a unit of bfloat16 at 1."""
+    """32 steps of 2^-11, from the gradients of two ranks. One step is below half a unit of bfloat16 at 1."""
     for narrow, wide in run(narrow_run, CaseSpec(scheme="zero1", mesh={"dp": 2})).results:
         assert wide.dtype == torch.float32 and set(wide.tolist()) == {1 - 2.0**-6}
         assert narrow.dtype == torch.bfloat16 and set(narrow.tolist()) == {1 - 2.0**-6}

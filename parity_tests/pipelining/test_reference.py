@@ -26,7 +26,7 @@ def reference_loss(parameters, x, target):
     return ((y - target) ** 2).sum() / 2
 
 
-def accumulated(x, target, w1, w2):
+def accumulate(x, target, w1, w2):
     losses, (g1, g2) = reference.accumulate(reference_loss, (w1, w2), list(zip(x, target, strict=True)), divisor=len(x))
     return {"losses": jnp.stack(losses), "w1": g1, "w2": g2, "astray": jnp.zeros(len(x), x.dtype)}
 
@@ -37,7 +37,7 @@ def test_every_schedule_takes_eight_micro_batches(name):
 
 
 @scheme(
-    reference=accumulated,
+    reference=accumulate,
     mesh={"pp": (1, 2, 3, 4)},
     inputs={"x": "m b d pp=R", "target": "m b d pp=R", "w1": "l d e pp=R", "w2": "l e d pp=R"},
     outputs={"losses": "m pp=P", "w1": "l d e pp=P", "w2": "l e d pp=P", "astray": "m pp=P"},
@@ -95,7 +95,7 @@ def by_formula(name, p, n, v, times):
     }
 
 
-def simulated(name, p, n, v, times):
+def simulation_costs(name, p, n, v, times):
     run = simulate(schedule_order(name, p, n, v), stage_to_rank(p, p * v, RULES[name].style), Times(*times))
     return {
         "idle": list(run.idle),
@@ -108,8 +108,8 @@ def simulated(name, p, n, v, times):
 
 @pytest.mark.parametrize(("name", "p", "n", "v", "times"), SIZES)
 def test_costs_are_the_closed_forms(name, p, n, v, times):
-    assert simulated(name, p, n, v, times) == by_formula(name, p, n, v, times)
+    assert simulation_costs(name, p, n, v, times) == by_formula(name, p, n, v, times)
 
 
-def test_nothing_takes_no_time():
+def test_an_empty_timeline_takes_no_time():
     assert Timeline((), (0,), 1).makespan == 0

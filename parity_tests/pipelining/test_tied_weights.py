@@ -1,4 +1,4 @@
-"""Parity of tied and untied models in stages with the decoder in JAX, by every schedule."""
+"""Parity of tied and untied models, split into stages, with the decoder in JAX; for every schedule."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def loss_by(chosen):
 
 
 def declared(chosen):
-    """Four rows, of which each is a micro-batch, whole on each rank; each rank has its stages' part of the gradient."""
+    """Each of the four rows is a micro-batch, replicated on all ranks. A rank has its stages' part of the gradient."""
     tree = typed(specs(chosen, ("pp",)))
     return {
         "reference": loss_by(chosen),
@@ -63,10 +63,10 @@ def model_in_stages(mesh, parameters, token, target, schedule, has_seq_len):
     return staged_loss(mesh, UNTIED, parameters, token, target, schedule, has_seq_len)
 
 
-@pytest.mark.parametrize("of", [tied_model_in_stages, model_in_stages], ids=lambda of: of.name)
-def test_parity(of):
+@pytest.mark.parametrize("tested", [tied_model_in_stages, model_in_stages], ids=lambda tested: tested.name)
+def test_parity(tested):
     @settings(max_examples=few(4))
-    @given(every_case(of))
+    @given(every_case(tested))
     def checked(case):
         check(case)
 
@@ -100,11 +100,11 @@ def copies(mesh, case):
 def test_both_copies_have_the_same_bits(name):
     ranks = run(copies, CaseSpec("ties", {"pp": 2}, options={"name": name}))
     last = 1 if name == "GPipe" else 3
-    for of_rank in ranks.results:
-        assert tuple(of_rank[2]) == ((0, "model.embed_tokens.weight"), (last, "lm_head.weight"))
+    for rank_copies in ranks.results:
+        assert tuple(rank_copies[2]) == ((0, "model.embed_tokens.weight"), (last, "lm_head.weight"))
     for step in range(2):
-        assert len({bits for of_rank in ranks.results for bits in of_rank[0][step]}) == 1
-    assert len({bits for of_rank in ranks.results for bits in of_rank[1]}) == 1
+        assert len({bits for rank_copies in ranks.results for bits in rank_copies[0][step]}) == 1
+    assert len({bits for rank_copies in ranks.results for bits in rank_copies[1]}) == 1
 
 
 def test_copies_on_one_rank_have_their_own_memory():

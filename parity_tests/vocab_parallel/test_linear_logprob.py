@@ -50,10 +50,13 @@ NEXT = dict(
 
 
 def replicated_cost(c, over_cp=False):
-    """Three numbers per token over tp, d hidden back; over cp the scores there and the cotangents back."""
+    """Forward: three numbers per token over tp, the scores over cp. Backward: d hidden over tp, cotangents over cp.
+
+    The rank with the widest shard of the vocabulary has the largest products.
+    """
     cp, size = c.mesh.get("cp", 1), c.accumulator_itemsize
     n = c.b * c.s // cp
-    # The logits, and backward the logits again, d hidden and d weight, of the widest shard of the vocabulary.
+    # Forward one product, the logits; backward three: the logits again, d hidden and d weight.
     product = 2 * n * c.d * max(c.layouts["v/tp"]["lengths"])
     return Cost(
         forward=all_gathers(over_tp(c, 3 * n), over_cp=[(1, n * size)] if over_cp and cp > 1 else []),
@@ -66,7 +69,7 @@ def replicated_cost(c, over_cp=False):
 
 
 def sequence_parallel_cost(c, over_cp=False):
-    """The hidden states in both directions, and d hidden scattered."""
+    """As `replicated_cost`, but hidden states are gathered in both directions, and d hidden is reduce-scattered."""
     base = replicated_cost(c, over_cp)
     if c.tp == 1:
         return base
@@ -213,7 +216,7 @@ def on_mesh(body, **mesh):
     return run(body, CaseSpec(scheme="vocab_parallel", mesh=mesh)).results
 
 
-def of_rank(mesh, hidden=HIDDEN, cut=False, layout=None):
+def local_leaves(mesh, hidden=HIDDEN, cut=False, layout=None):
     """This rank's hidden states, and its rows of the weight, as leaves."""
     cp, tp, r = mesh.size("cp"), mesh.size("tp"), mesh.rank("tp")
     positions = dual_chunk_swap(len(hidden), cp)[mesh.rank("cp")] if layout is None else layout
@@ -222,7 +225,7 @@ def of_rank(mesh, hidden=HIDDEN, cut=False, layout=None):
     return shard.clone().requires_grad_(), WEIGHT.chunk(tp)[r].clone().requires_grad_()
 
 
-def next_of_rank(mesh, hidden, weight, target=IDS, **options):
+def local_next_scores(mesh, hidden, weight, target=IDS, **options):
     start, rows = mesh.rank("tp") * len(weight), len(weight)
     return vp.from_parallel_hidden_states_to_logprobs(
         hidden, weight, None, False, target, start, start + rows, mesh["tp"], cp_group=mesh["cp"], **options
@@ -235,7 +238,7 @@ def rounded(*tensors):
 
 def test_scores_are_contiguous():
     def body(mesh, case):
-        hidden, weight = of_rank(mesh)
+        hidden, weight = local_leaves(mesh)
         start = mesh.rank("tp") * len(weight)
         function = vp.ChunkedDistributedHiddenStatesToLogprobs
         return function.apply(hidden, IDS, weight, start, start + len(weight), None, mesh["tp"]).is_contiguous()
@@ -244,7 +247,7 @@ def test_scores_are_contiguous():
 
 
 def test_a_product_in_pieces_is_the_product(monkeypatch):
-    """Integers, so that nothing is rounded; pieces of two rows, the last of one."""
+    """Integers, so that nothing is rounded; pieces have two rows, the last piece has one."""
     monkeypatch.setattr(linear_chunks, "_limit", lambda device: 2 * 4 * 3)
     d_logits, rows = torch.arange(20.0).view(4, 5).bfloat16(), torch.arange(12.0).view(4, 3).bfloat16()
     total = torch.full((5, 3), 7.0)
@@ -255,18 +258,18 @@ def test_a_product_in_pieces_is_the_product(monkeypatch):
     assert torch.equal(total.double(), 2 * product.bfloat16().double())
 
 
-def test_it_is_the_product_and_then_the_scores():
-    """Both layouts of the hidden states, against logits that are made whole; gradients of all ranks together."""
+def test_scores_and_gradients_equal_those_from_full_logits():
+    """Replicated and sharded hidden states are compared; gradients are summed or gathered over the ranks first."""
 
     def body(mesh, case):
         results = []
         for cut in (False, True):
-            hidden, weight = of_rank(mesh, cut=cut)
-            y = next_of_rank(mesh, hidden, weight)
+            hidden, weight = local_leaves(mesh, cut=cut)
+            y = local_next_scores(mesh, hidden, weight)
             y.sum().backward()
             d_hidden = all_gather(hidden.grad, mesh["tp"], out="I") if cut else hidden.grad
             results.append(rounded(y, d_hidden, weight.grad))
-        full, weight = of_rank(mesh)
+        full, weight = local_leaves(mesh)
         logits = torch.einsum("sbd,vd->bsv", full, weight)
         start = mesh.rank("tp") * len(weight)
         y = vp.from_parallel_logits_to_logprobs(
@@ -283,14 +286,14 @@ def test_it_is_the_product_and_then_the_scores():
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_packed_is_sequence_by_sequence(cut):
-    """Each sequence alone, on one rank; the end of each scores 0, and no row of padding has a gradient."""
+    """Expected are scores of each sequence alone on one rank, and 0 at its end. Padding rows must have no gradient."""
     lengths, stream, ids = [8, 0, 12], torch.cat([HIDDEN, HIDDEN.flip(0), HIDDEN])[:, :1], torch.arange(24)[None] % V
     offsets = torch.tensor([0, 8, 8, 20])
 
     def body(mesh, case):
         positions = torch.cat([torch.tensor(x) for x in cut_positions([*lengths, 4], mesh)])
-        hidden, weight = of_rank(mesh, stream, cut, positions)
-        y = next_of_rank(mesh, hidden, weight, ids, cu_seqlens_padded=offsets, chunk_size=3)
+        hidden, weight = local_leaves(mesh, stream, cut, positions)
+        y = local_next_scores(mesh, hidden, weight, ids, cu_seqlens_padded=offsets, chunk_size=3)
         y.sum().backward()
         return y.detach().numpy(), all_gather(hidden.grad, mesh["tp"], out="I").numpy()[10:12] if cut else None
 
@@ -310,11 +313,11 @@ def test_packed_is_sequence_by_sequence(cut):
 
 def test_autocast_changes_nothing():
     def body(mesh, case):
-        hidden, weight = (x.detach().float().requires_grad_() for x in of_rank(mesh))
-        plain = next_of_rank(mesh, hidden, weight)
+        hidden, weight = (x.detach().float().requires_grad_() for x in local_leaves(mesh))
+        plain = local_next_scores(mesh, hidden, weight)
         gradients = torch.autograd.grad(plain.sum(), [hidden, weight])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = next_of_rank(mesh, hidden, weight)
+            y = local_next_scores(mesh, hidden, weight)
             again = torch.autograd.grad(y.sum(), [hidden, weight])
         return [torch.equal(a, b) for a, b in zip((plain, *gradients), (y, *again), strict=True)]
 
@@ -323,10 +326,10 @@ def test_autocast_changes_nothing():
 
 def test_strides_and_empty_streams():
     def body(mesh, case):
-        hidden, weight = of_rank(mesh)
+        hidden, weight = local_leaves(mesh)
         transposed = hidden.detach().transpose(0, 1).contiguous().transpose(0, 1)
-        same = torch.equal(next_of_rank(mesh, transposed, weight), next_of_rank(mesh, hidden, weight))
-        empty = next_of_rank(mesh, hidden[:0], weight, IDS[:, :0])
+        same = torch.equal(local_next_scores(mesh, transposed, weight), local_next_scores(mesh, hidden, weight))
+        empty = local_next_scores(mesh, hidden[:0], weight, IDS[:, :0])
         empty.sum().backward()
         return same, tuple(empty.shape), weight.grad.abs().sum().item()
 
@@ -335,14 +338,14 @@ def test_strides_and_empty_streams():
 
 def test_gradcheck():
     def body(mesh, case):
-        hidden, weight = of_rank(mesh)
-        return torch.autograd.gradcheck(lambda h, w: next_of_rank(mesh, h, w, chunk_size=3), (hidden, weight))
+        hidden, weight = local_leaves(mesh)
+        return torch.autograd.gradcheck(lambda h, w: local_next_scores(mesh, h, w, chunk_size=3), (hidden, weight))
 
     assert on_mesh(body, cp=1, tp=1) == (True,)
 
 
-def test_after_inference_there_is_nothing_to_go_back_to():
+def test_inference_saves_nothing_for_backward():
     def body(mesh, case):
-        return saved_in_inference(lambda: next_of_rank(mesh, *of_rank(mesh), inference_only=True))
+        return saved_in_inference(lambda: local_next_scores(mesh, *local_leaves(mesh), inference_only=True))
 
     assert on_mesh(body, cp=1, tp=2) == (NOTHING_SAVED,) * 2

@@ -35,7 +35,7 @@ def main(
     page: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
     jax_cache: Annotated[str, typer.Option(help="Folder that caches JAX's compiled references.")] = ".jax_cache",
 ) -> None:
-    """Judge wrong beliefs by default drawn cases, those that survive by fast tests; print the shares by component.
+    """Judge wrong beliefs by default drawn cases, and survivors by fast tests; print the shares by component.
 
     A run goes on where one was stopped: the outcomes stand in build/beliefs.jsonl.
     """

@@ -76,7 +76,7 @@ def returning(function, **how):
 
 
 def test_complex_numbers_are_no_integers():
-    """Those without an imaginary part equal them."""
+    """Complex numbers without an imaginary part compare equal to integers."""
 
     def counted(mesh, n: Int[torch.Tensor, "n"]) -> Int[torch.Tensor, "n"]:
         return (2 * n).to(torch.complex64)
@@ -131,7 +131,7 @@ def starts_a_thread(mesh, case):
 
 
 @ENGINES
-def test_an_exception_in_a_thread_of_a_rank_is_the_ranks(engine):
+def test_an_exception_in_a_thread_of_a_rank_is_reported_for_the_rank(engine):
     with pytest.raises(Raised, match=r"rank 1 raised KeyError: 'no such weight'"):
         run(starts_a_thread, CASE, engine)
 
@@ -151,7 +151,7 @@ def test_a_collective_in_a_thread_of_a_rank_is_in_the_ledger():
 
 
 class Stop(BaseException):
-    """As asyncio's and pytest's, which are no Exception."""
+    """Like some exceptions of asyncio and pytest, it does not derive from Exception."""
 
 
 def stops_in_a_thread(mesh, case):
@@ -166,6 +166,6 @@ def stops_in_a_thread(mesh, case):
 
 
 @ENGINES
-def test_what_ends_a_thread_of_a_rank_need_be_no_exception(engine):
+def test_a_base_exception_in_a_thread_of_a_rank_is_reported(engine):
     with pytest.raises(Raised, match=r"rank 1 raised .*Stop"):
         run(stops_in_a_thread, CASE, engine)
