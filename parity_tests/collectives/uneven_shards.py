@@ -1,10 +1,10 @@
-"""Shards of unequal length, for the ranks too, which load no JAX."""
+"""Shards of unequal length. Ranks import this, so it loads no JAX."""
 
 import numpy as np
 
 
 def uneven_lengths(size: int, world: int) -> list[int]:
-    """Shards of unequal length, an empty one among them from three ranks on."""
+    """Lengths that differ between ranks; from three ranks on, one of them is 0."""
     borders = np.minimum(np.cumsum([0, *((3 * rank + 2) % 5 for rank in range(world))]), size)
     borders[-1] = size
     return np.diff(borders).tolist()

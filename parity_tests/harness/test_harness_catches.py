@@ -18,14 +18,14 @@ from shardproof.judge import compare, side_checks
 VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "cost": "cost"}
 
 
-def report_of(name):
+def sentinel_report(name):
     sentinel = SENTINELS[name]
     return verify_one_case.verify_case(sentinel, sentinel.case(b=4, seed=7))
 
 
 @pytest.mark.parametrize("name", SENTINELS)
 def test_the_harness_catches_the_sentinel(name):
-    report = report_of(name)
+    report = sentinel_report(name)
     assert report.failure is None
     assert report.verdict == VERDICTS.get(name, "mismatch"), str(report)
 
@@ -112,7 +112,7 @@ def modifications_are_ignored(patch):
     patch.setattr(program, "_modified", lambda *_: [])
 
 
-def cost_of_nothing(patch):
+def costs_are_never_checked(patch):
     patch.setattr(side_checks, "PHASES", {})
 
 
@@ -155,7 +155,7 @@ INJECTED = [
     (stitch_with_the_wrong_layout, "order"),
     (modifications_are_ignored, "cotangent"),
     (modifications_are_ignored, "input"),
-    (cost_of_nothing, "cost"),
+    (costs_are_never_checked, "cost"),
     (replicas_are_never_compared, "last bit"),
     (nan_is_close, "not a number"),
     (reference_that_echoes_the_ranks, "value"),
@@ -165,7 +165,7 @@ INJECTED = [
 @pytest.mark.parametrize(("bug", "name"), INJECTED, ids=[f"{bug.__name__}-{name}" for bug, name in INJECTED])
 def test_a_broken_harness_lets_the_sentinel_pass(bug, name, monkeypatch):
     bug(monkeypatch)
-    report = report_of(name)
+    report = sentinel_report(name)
     assert report.verdict == "equal", str(report)
 
 

@@ -63,7 +63,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def outcome_of_case(mesh, case):
+def case_outcome(mesh, case):
     """Each rank's error; the rank with the bad number is the first or the last of each axis."""
     rank = tuple(case.options["place"] % mesh.size(axis) for axis in AXES)
     return outcome(mesh, rank, case.options["bad"], case.options["strategy"], case.options["at"])
@@ -71,7 +71,7 @@ def outcome_of_case(mesh, case):
 
 def check_all_raise(mesh, options, engine="lockstep"):
     case = CaseSpec(scheme="finite", mesh=mesh, options=options, engine=engine)
-    sentences = run(outcome_of_case, case, engine).results
+    sentences = run(case_outcome, case, engine).results
     other = [each for each in sentences if not each.startswith("check_for_nan_in_grad: the gradient of ")]
     assert sentences and other == []
 

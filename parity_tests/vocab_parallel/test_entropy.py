@@ -47,7 +47,7 @@ def judged(logits, tp, dtype="float32"):
 
 
 def on_ranks(logits, tp):
-    """(value, gradient of all columns) from each rank's point of view; equal shards."""
+    """Each rank's (value, gradient of the rank's columns); the vocabulary is in equal shards."""
     width = logits.shape[-1] // tp
 
     def body(mesh, case):
@@ -95,14 +95,14 @@ def test_equal_logits_have_the_largest_entropy_and_no_slope(tp):
 
 @given(every_case(chunked_distributed_entropy, dtype="float32"))
 @settings(max_examples=few(15))
-def test_lies_between_minus_log_v_and_zero(case):
+def test_the_result_lies_between_minus_log_v_and_zero(case):
     report = verify_case(chunked_distributed_entropy, case)
     (tensor,) = (tensor for tensor in report.tensors if tensor.role == "output")
     got, budgets = tensor.got, tensor.element_budgets
     assert (got <= budgets).all() and (got >= -np.log(case.v) - budgets).all()
 
 
-def test_a_row_constant_changes_nothing():
+def test_a_constant_added_to_a_row_changes_nothing():
     plain = torch.arange(24.0).view(1, 3, 8).remainder(7)
     for constant in (-512.0, 8192.0):  # integers: the sum is exact, and so are the next results
         for a, b in zip(on_ranks(plain, 2), on_ranks(plain + constant, 2), strict=True):

@@ -12,7 +12,7 @@ from shardproof import values
 
 
 class Exponentials(torch.autograd.Function):
-    """The gradient is that of a plain exponential, without its shift."""
+    """Its backward is right for a plain exponential, and ignores the shift by the maximum."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -105,7 +105,7 @@ def test_no_function_is_named_for_a_mistake_beside_it():
 
 
 class WithoutBias(torch.autograd.Function):
-    """Its backward returns the gradient of its first input alone."""
+    """Its backward returns no gradient for `bias`."""
 
     @staticmethod
     def forward(ctx, x, bias):

@@ -63,7 +63,7 @@ def delayed_interrupts() -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A block in which this process ignores what asks it to end, as a second time while the verdicts are printed."""
+    """Inside this block the process ignores signals that ask it to end, such as a second one during printing."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, *signals.raising()) if is_main else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
@@ -82,7 +82,7 @@ def guarded(call: Callable[[], Any]) -> int:
     """
     status = EQUAL
     try:
-        with delayed_interrupts(), _while_it_is_read(), own_output():
+        with delayed_interrupts(), _while_output_is_read(), own_output():
             status = call() or EQUAL
         return status
     except _Unread:
@@ -90,8 +90,8 @@ def guarded(call: Callable[[], Any]) -> int:
     except (KeyboardInterrupt, SystemExit) as stop:  # typer turns the first into an exit
         if exits.is_forked():
             raise  # ends the process that a user's code has forked
-        if not (_is_command_lines(stop) if isinstance(stop, SystemExit) else signals.is_interrupted()):
-            return _reported(stop)
+        if not (_is_from_command_line(stop) if isinstance(stop, SystemExit) else signals.is_interrupted()):
+            return _report(stop)
         if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
             raise
         if signals.asked is None:  # else the parent of this process tells of the signal
@@ -99,15 +99,15 @@ def guarded(call: Callable[[], Any]) -> int:
         signals.interrupt_is_told = True
         return INTERRUPTED
     except Exception as error:
-        reported = _reported(error)
+        reported = _report(error)
         return exit_status.worst((status, reported)) or reported
 
 
 @contextmanager
 def without_hiding(status: int) -> Iterator[None]:
-    """A block that writes files: one that cannot be written, as on a full disk, hides no status worse than its own.
+    """A block that writes files. If a file cannot be written, as on a full disk, a worse `status` is kept.
 
-    Errors: OSError, where there is no worse status.
+    Errors: OSError if `status` is not worse than the status of this error.
     """
     try:
         yield
@@ -118,13 +118,13 @@ def without_hiding(status: int) -> Iterator[None]:
         complain(sentence)
 
 
-def _is_command_lines(left: SystemExit) -> bool:
-    """Whether the command line has raised it, and not a user's code."""
+def _is_from_command_line(left: SystemExit) -> bool:
+    """Whether the command line has raised this SystemExit, and not a user's code."""
     *_, (frame, _) = traceback.walk_tb(left.__traceback__)
     return frame.f_globals.get("__name__", "").partition(".")[0] in COMMAND_LINE
 
 
-def _reported(error: BaseException) -> int:
+def _report(error: BaseException) -> int:
     """The status of an error, after its sentence is printed; an internal error's traceback is printed before that."""
     status, sentence = sentence_of(error)
     if status == INTERNAL:
@@ -134,7 +134,7 @@ def _reported(error: BaseException) -> int:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback of an internal error; if standard error is closed or its disk is full, that is all."""
+    """Print the traceback of an internal error; nothing is printed if standard error is closed or its disk is full."""
     with contextlib.suppress(OSError, ValueError):
         traceback.print_exception(error)
 
@@ -181,7 +181,7 @@ def _known(error: BaseException) -> tuple[int, str] | None:
 
 
 def complain(sentence: str) -> None:
-    """Print a sentence of this command on standard error; if nobody reads that, or its disk is full, that is all."""
+    """Print a sentence of this command on standard error; nothing is printed if it is closed or its disk is full."""
     from rich.console import Console
 
     from shardproof.report.sentence import Sentence
@@ -191,7 +191,7 @@ def complain(sentence: str) -> None:
     console = Console(file=text, force_terminal=stderr.is_terminal, soft_wrap=True)
     console.print(Sentence(f"shardproof: {sentence}", style="red").broken_for(stderr, stderr.width))
     if sys.stderr is not None:  # closed by the process that started this one
-        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
+        with contextlib.suppress(OSError, ValueError):  # ValueError if a user's code has closed it
             sys.stderr.write(text.getvalue())
             sys.stderr.flush()
 
@@ -201,7 +201,7 @@ _replaced: list[Any] = []  # a stream that wraps another closes it when nothing 
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """After this block, which runs a user's code, verdicts are printed where they would have been before it."""
+    """Run a user's code in this block; afterwards verdicts are printed where they would have been printed before it."""
     from rich.console import Console
 
     before, copies = (sys.stdout, sys.stderr), dict[int, int]()
@@ -229,11 +229,11 @@ def own_output() -> Iterator[None]:
                 with contextlib.suppress(OSError):  # a user's code has closed it too
                     os.dup2(copy, number)
                     os.close(copy)
-            sys.stdout, sys.stderr = (_opened(stream, number) for number, stream in enumerate(before, start=1))
+            sys.stdout, sys.stderr = (_open_stream(stream, number) for number, stream in enumerate(before, start=1))
 
 
 def _copy(number: int) -> int:
-    """A copy of a file descriptor, beyond those that `os.closerange(3, 100)` of a user's code closes."""
+    """A copy of a file descriptor, with a number so high that a user's `os.closerange(3, 100)` does not close it."""
     try:
         return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH)
     except OSError:  # the limit of open files is lower
@@ -241,7 +241,7 @@ def _copy(number: int) -> int:
 
 
 def _layers(stream: Any) -> Iterator[Any]:
-    """The stream and those below it: of text, of bytes, of the file descriptor."""
+    """The stream and the streams below it: text, then bytes, then the file descriptor."""
     while stream is not None:
         yield stream
         try:
@@ -267,7 +267,7 @@ def prints_on_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _opened(stream: Any, number: int) -> Any:
+def _open_stream(stream: Any, number: int) -> Any:
     """The stream, or one on its file descriptor if a user's code has closed it, as by `sys.__stdout__.close()`."""
     if not getattr(stream, "closed", False):
         return stream
@@ -307,7 +307,7 @@ class _Reader:
 
     @property
     def buffer(self) -> Any:
-        """A copy of the bytes below, which another wrapper of a user's code may close; verdicts are written here."""
+        """A copy of the byte stream, which a user's wrapper may close; the stream itself stays open for verdicts."""
         self.flush()
         return open(os.dup(self._stream.fileno()), "wb")
 
@@ -320,7 +320,7 @@ class _Reader:
 
 
 @contextmanager
-def _while_it_is_read() -> Iterator[None]:
+def _while_output_is_read() -> Iterator[None]:
     """Standard output that raises once its reader is gone; unwritten text is then discarded."""
     stream = sys.stdout
     if stream is None:  # closed by the process that started this one

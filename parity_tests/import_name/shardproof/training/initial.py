@@ -15,7 +15,7 @@ def initial_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     weights = {}
     for name, shape in shapes(config).items():
         rng = Generator(Philox(key=[seed, zlib.crc32(name.encode())]))
-        weights[name] = _drawn(name, shape, rng).astype(np.float32).astype(np.float64)
+        weights[name] = _draw(name, shape, rng).astype(np.float32).astype(np.float64)
     return weights
 
 
@@ -71,7 +71,7 @@ def _mamba(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _drawn(name: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
+def _draw(name: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
     if name.endswith(("norm.weight", ".D")):
         return 1.0 + 0.1 * rng.standard_normal(shape)  # all different, so that a permutation shows
     if name.endswith("A_log"):
