@@ -12,16 +12,16 @@ from torch_impl.expert_parallel import grouped_product
 from torch_impl.expert_parallel.dispatch import SortedChoices
 
 
-def of_the_expert(x, weight, counts):
-    """Every row times every matrix, of which the mask leaves one."""
+def product_with_own_matrix(x, weight, counts):
+    """Multiply every row by every matrix, and keep the product with the row's own matrix by a mask."""
     ends = jnp.cumsum(counts)
     row = jnp.arange(len(x))
     is_its = (row[:, None] < ends[None, :]) & (row[:, None] >= (ends - counts)[None, :])
     return jnp.einsum("nd,edm,ne->nm", x, weight, is_its.astype(x.dtype))
 
 
-def shares(generator, shape, case):
-    """Rows of each expert: some without any, or one with all."""
+def rows_per_expert(generator, shape, case):
+    """The number of rows of each expert: some have none, or one has all."""
     if generator.random() < 0.3:
         return np.where(np.arange(shape[0]) == generator.integers(shape[0]), case.n, 0)
     ends = np.sort(generator.integers(0, case.n + 1, size=shape[0] - 1))
@@ -29,7 +29,7 @@ def shares(generator, shape, case):
 
 
 @scheme(
-    reference=of_the_expert,
+    reference=product_with_own_matrix,
     mesh={"ep": (1,)},
     contract=grouped_product,
     inputs={"x": "n d ep=R", "weight": "e d m ep=R", "counts": "e"},
@@ -38,7 +38,7 @@ def shares(generator, shape, case):
     draw={
         "x": values("normal", "ties", "zeros"),
         "weight": values("normal", "ties"),
-        "counts": drawn(shares, integer=True),
+        "counts": drawn(rows_per_expert, integer=True),
     },
     dtypes=("float32", "bfloat16", "float64", "float16"),
     reduction=("d",),
@@ -83,7 +83,7 @@ def test_auto_takes_matrices_without_rows_or_columns(d, m):
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "eager"])
 def test_a_weights_gradient_is_summed_in_float32(backend):
-    """4,096 ones and one more of 2^-3: a sum in bfloat16 stops at 256."""
+    """The sum of 4,096 ones: in bfloat16 it would stop at 256."""
     x = torch.ones(4096, 8, dtype=torch.bfloat16)
     weight = torch.zeros(2, 8, 8, dtype=torch.bfloat16, requires_grad=True)
     y = grouped_product(x, weight, torch.tensor([4096, 0]), backend=backend)
@@ -107,7 +107,7 @@ def test_a_second_derivative_is_an_error():
 
 
 def test_rows_and_sums_are_linear_and_differentiated_twice():
-    """d/dc of <d/dx <rows(x), c>, v> is rows(v), and so of its transpose; of whole numbers sums are exact."""
+    """d/dc of <d/dx <rows(x), c>, v> is rows(v), and the same holds for `sums`; sums of whole numbers are exact."""
     choices = SortedChoices(torch.tensor([3, 0, 5, 1]), torch.tensor([4]), tokens=3, slots=2)
     x, rows = torch.arange(9.0).view(3, 3), torch.arange(12.0).view(4, 3)
     directions = [

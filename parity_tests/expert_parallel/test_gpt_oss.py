@@ -49,7 +49,7 @@ DECLARED = dict(
 )
 
 
-def biased(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, **options):
+def biased_experts(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, **options):
     options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": ClampedSwiGLU(limit=limit)}
     return routed_experts(x, gates, experts, gate_up, down, mesh["ep"], mesh["tp"], **options)
 
@@ -58,7 +58,7 @@ def biased(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limi
 def gpt_oss_experts(
     mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, gate_up_bias, down_bias, limit, backend
 ):
-    return biased(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, backend=backend)
+    return biased_experts(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, backend=backend)
 
 
 @scheme(reference=pairs_by_all_gather, cost=lambda c: cost_by_all_gather(gathered_gpt_oss_experts, c), **DECLARED)
@@ -66,7 +66,7 @@ def gathered_gpt_oss_experts(
     mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, gate_up_bias, down_bias, limit, backend
 ):
     options = {"exchange": "all_gather", "backend": backend}
-    return biased(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, **options)
+    return biased_experts(mesh, x, gates, experts, gate_up, down, gate_up_bias, down_bias, limit, **options)
 
 
 RAGGED = {name: spec.replace("/ep/tp", "/ep:ragged").replace("/tp", "") for name, spec in TENSORS.items()}
@@ -87,7 +87,7 @@ RAGGED = {name: spec.replace("/ep/tp", "/ep:ragged").replace("/tp", "") for name
 def ragged_gpt_oss_experts(
     mesh, x, gates, experts: Int[Tensor, "t k"], gate_up, down, gate_up_bias, down_bias, limit, backend
 ):
-    """Ranks have unequally many tokens, or none."""
+    """Ranks have different numbers of tokens, or none."""
     options = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": ClampedSwiGLU(limit=limit)}
     return routed_experts(x, gates, experts, gate_up, down, mesh["ep"], backend=backend, **options)
 
@@ -115,19 +115,19 @@ def layer():
         num_experts_per_tok=CHOICES,
         num_hidden_layers=1,
     )
-    of_transformers = GptOssMLP(config).double()
+    mixture = GptOssMLP(config).double()
     with torch.no_grad():
-        for seed, parameter in enumerate(of_transformers.parameters()):
+        for seed, parameter in enumerate(mixture.parameters()):
             parameter.copy_(numbers(parameter.shape, seed))
-    return of_transformers
+    return mixture
 
 
 def on_one_device():
     """Outputs, and the gradients of x and of every parameter."""
-    of_transformers, x = layer(), numbers((TOKENS, HIDDEN), 10).requires_grad_()
-    y, _ = of_transformers(x[None])
+    mixture, x = layer(), numbers((TOKENS, HIDDEN), 10).requires_grad_()
+    y, _ = mixture(x[None])
     y.backward(numbers(y.shape, 11))
-    return {"y": y[0].detach(), "x": x.grad, **{name: p.grad for name, p in of_transformers.named_parameters()}}
+    return {"y": y[0].detach(), "x": x.grad, **{name: p.grad for name, p in mixture.named_parameters()}}
 
 
 def shard_of(name, x, mesh):
@@ -144,7 +144,7 @@ def shard_of(name, x, mesh):
 
 
 def on_this_rank(mesh, exchange):
-    """The same of a rank, whose router has the gradient of its own tokens alone."""
+    """One rank's output and gradients; the router's gradient is summed over the ranks."""
     own = {name: shard_of(name, p.detach(), mesh).clone().requires_grad_() for name, p in layer().named_parameters()}
     x = shard_of("x", numbers((TOKENS, HIDDEN), 10), mesh).clone().requires_grad_()
     gates, experts, _ = top_k_softmax(x @ own["router.weight"].T + own["router.bias"], CHOICES)
@@ -188,24 +188,24 @@ def test_the_layer_of_transformers(sizes, exchange):
             for name, x in on_this_rank(mesh, exchange).items()
         }
 
-    for of_rank in run(body, CaseSpec(scheme="gpt_oss", mesh=sizes)).results:
-        assert {name: error for name, error in of_rank.items() if not error < 1e-10} == {}
-        assert len(of_rank) == 8
+    for errors in run(body, CaseSpec(scheme="gpt_oss", mesh=sizes)).results:
+        assert {name: error for name, error in errors.items() if not error < 1e-10} == {}
+        assert len(errors) == 8
 
 
 def test_the_layer_has_numbers_beyond_the_limit():
-    of_transformers, x = layer(), numbers((TOKENS, HIDDEN), 10)
-    _, _, experts = of_transformers.router(x)
+    mixture, x = layer(), numbers((TOKENS, HIDDEN), 10)
+    _, _, experts = mixture.router(x)
     weight, bias = (
-        of_transformers.experts.gate_up_proj[experts[:, 0]],
-        of_transformers.experts.gate_up_proj_bias[experts[:, 0]],
+        mixture.experts.gate_up_proj[experts[:, 0]],
+        mixture.experts.gate_up_proj_bias[experts[:, 0]],
     )
     columns = torch.einsum("td,tdm->tm", x, weight) + bias
     assert (columns > 7).sum() > 10 and (columns[:, 1::2] < -7).sum() > 10 and (columns.abs() < 7).sum() > 10
 
 
 def test_the_gradient_of_a_narrow_bias_is_rounded_once():
-    """255 rows of 1 + 2^-8, less a little: their sum is near 256, and each by itself rounds to 1."""
+    """The sum of 255 numbers slightly below 1 + 2^-8 is near 256, but each of them alone rounds to 1."""
     rows, gate = 255, 1.0 + 0.99 * 2.0**-8
 
     def body(mesh, case):

@@ -73,7 +73,7 @@ def layout_of(module: nn.Module) -> ExpertLayout:
 
 
 def sizes_of(module: nn.Module, layout: ExpertLayout) -> dict[str, int]:
-    """The size of each dim by its name, as `down_proj` has them."""
+    """Dim name -> size, from the shape of `down_proj`."""
     sizes = dict(zip(layout.dims["down_proj"], module.get_parameter("down_proj").shape, strict=True))
     return {**sizes, "2f": HALVES * sizes["f"]}
 

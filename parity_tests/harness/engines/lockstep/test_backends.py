@@ -1,4 +1,4 @@
-"""Calls that a real backend would reject, as lockstep reports them and as gloo behaves."""
+"""Calls that a real backend would reject: lockstep reports them, and gloo behaves as the report says."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_dtype_that_backends_lack(dtype):
     )
 
 
-def exchanged(mesh, case):
+def exchange_strided(mesh, case):
     x = torch.arange(16.0).view(4, 4).T
     try:
         dist.all_to_all_single(torch.empty(4, 4), x, group=mesh["tp"])
@@ -67,14 +67,14 @@ def exchanged(mesh, case):
     return "accepted"
 
 
-def scattered(mesh, case):
+def scatter_strided(mesh, case):
     x = torch.arange(16.0).view(4, 4).T
     received = torch.empty(4, 4)
     dist.scatter(received, [x, x] if mesh.rank("tp") == 0 else None, group=mesh["tp"], group_src=0)
     return bool(torch.equal(received, x))
 
 
-def gathered_unevenly(mesh, case):
+def gather_unevenly(mesh, case):
     x = torch.full((mesh.rank("tp") + 1, 2), float(mesh.rank("tp")))
     parts = [torch.empty(rank + 1, 2) for rank in range(mesh.size("tp"))]
     try:
@@ -85,7 +85,7 @@ def gathered_unevenly(mesh, case):
     return [part.tolist() for part in parts]
 
 
-def gathered_in_other_shapes(mesh, case):
+def gather_other_shapes(mesh, case):
     """Entry r of each list has rank r's shape; no two are alike in any dim."""
     shapes = [(2, 4), (3,), (1, 6, 2)]
     parts = [torch.empty(shape) for shape in shapes]
@@ -93,13 +93,13 @@ def gathered_in_other_shapes(mesh, case):
     return [(tuple(part.shape), part.unique().tolist()) for part in parts]
 
 
-def scattered_unevenly(mesh, case):
+def reduce_scatter_unevenly(mesh, case):
     out = torch.empty(mesh.rank("tp") + 1, 2)
     dist.reduce_scatter(out, [torch.ones(rank + 1, 2) for rank in range(mesh.size("tp"))], group=mesh["tp"])
     return out.tolist()
 
 
-def gathered_otherwise(mesh, case):
+def gather_into_wrong_shapes(mesh, case):
     x = torch.ones(mesh.rank("tp") + 1)
     parts = [torch.empty(3 - rank if mesh.rank("tp") == 0 and rank else rank + 1) for rank in range(3)]
     dist.all_gather(parts, x, group=mesh["tp"])
@@ -107,26 +107,26 @@ def gathered_otherwise(mesh, case):
 
 def test_lists_of_unlike_sizes_are_carried_out():
     pair, three = CaseSpec("lists", {"tp": 2}), CaseSpec("lists", {"tp": 3})
-    ranks = run(gathered_unevenly, three)
+    ranks = run(gather_unevenly, three)
     assert ranks.results == ([[[0.0] * 2], [[1.0] * 2] * 2, [[2.0] * 2] * 3],) * 3
     assert [row.rejected for row in ranks.ledger.rows] == [UNEVEN] * 3
-    ranks = run(gathered_in_other_shapes, three)
+    ranks = run(gather_other_shapes, three)
     assert ranks.results == ([((2, 4), [0.0]), ((3,), [1.0]), ((1, 6, 2), [2.0])],) * 3
     assert disagreement(ranks.ledger) is None
-    assert run(scattered_unevenly, pair).results == run(scattered_unevenly, pair, "gloo").results
+    assert run(reduce_scatter_unevenly, pair).results == run(reduce_scatter_unevenly, pair, "gloo").results
     with pytest.raises(CollectiveMismatch) as caught:
-        run(gathered_otherwise, three)
+        run(gather_into_wrong_shapes, three)
     assert "rank 2 sends float32[3] to rank 0, which expects float32[1]" in str(caught.value)
 
 
 def test_gloo_rejects_the_list_of_an_all_gather():
-    assert run(gathered_unevenly, CaseSpec("lists", {"tp": 2}), "gloo").results == ("rejected",) * 2
+    assert run(gather_unevenly, CaseSpec("lists", {"tp": 2}), "gloo").results == ("rejected",) * 2
 
 
 @pytest.mark.parametrize(("engines", "verdict"), [(("lockstep", "gloo"), "protocol"), (("lockstep", "nccl"), "equal")])
 def test_a_call_that_only_gloo_rejects_is_a_finding_for_gloo_schemes(engines, verdict):
     def uneven(mesh, x):
-        gathered_unevenly(mesh, None)
+        gather_unevenly(mesh, None)
         return x * 2
 
     report = declared(uneven, engines=engines).verify(examples=2, tp=2)
@@ -139,6 +139,6 @@ def test_a_call_that_only_gloo_rejects_is_a_finding_for_gloo_schemes(engines, ve
 
 def test_gloo_behaves_as_described():
     case = CaseSpec("gloo", {"tp": 2})
-    assert run(exchanged, case, "gloo").results == ("Tensors must be contiguous",) * 2
-    assert run(scattered, case, "gloo").results == (False, False)
-    assert run(scattered, case).results == (True, True)
+    assert run(exchange_strided, case, "gloo").results == ("Tensors must be contiguous",) * 2
+    assert run(scatter_strided, case, "gloo").results == (False, False)
+    assert run(scatter_strided, case).results == (True, True)

@@ -110,19 +110,19 @@ def _own_shape(
     options: Mapping[str, Any],
     chosen: Sequence[Mapping[str, int]],
 ) -> list[dict[str, int]]:
-    """A shape for a mesh for which custom layouts or `assume` reject all chosen ones, if it has any."""
+    """One more shape for a mesh, if custom layouts or `assume` reject all chosen shapes there; none if nothing fits."""
     if any(compatible(scheme, shape, mesh, options) for shape in chosen):
         return []
     unit = units_of(scheme, mesh)
     shapes = itertools.chain(
-        (shape_of_turn(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
+        (shape_of_turn(scheme, fixed, unit, turn) for turn in range(TURNS)), _search(scheme, fixed, unit)
     )
     return list(itertools.islice((shape for shape in shapes if shape and compatible(scheme, shape, mesh, options)), 1))
 
 
 def features(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> set[tuple[str, str]]:
-    """The features of a shape on a mesh, as (dim, words): its size of each dim that lists sizes, as ("h", "h=4"), and
-    for each other sharded dim whether a rank has one row (or the fewest that its layout allows), two or more.
+    """The features of a shape on a mesh, as (dim, words): ("h", "h=4") for a dim with a list of sizes. For every other
+    sharded dim the words say whether a rank has one row (or the fewest that its layout allows), two or more.
     """
     units = units_of(scheme, mesh)
     found = set[tuple[str, str]]()
@@ -149,10 +149,10 @@ def _pair_shapes(
     options: Mapping[str, Any],
     chosen: Sequence[Mapping[str, int]],
 ) -> list[dict[str, int]]:
-    """Few shapes that give each mesh the features that no chosen shape gives it; one shape gives several.
+    """Add shapes until each mesh has every feature; there are few of them, because one shape has several features.
 
-    Sizes of dims that list them meet every mesh. Other sharded dims have each local size on the largest mesh: a halo
-    may be wider than a neighbour's shard there, and smaller meshes follow in the rounds.
+    Listed sizes of dims are combined with every mesh. Other sharded dims have each local size on the largest mesh: a
+    halo may be wider than a neighbour's shard there, and smaller meshes follow in the rounds.
     """
     added: list[dict[str, int]] = []
     for mesh in reversed(tried):
@@ -201,7 +201,7 @@ def _new_shape(
     distinct.sort(
         key=lambda shape: -len(features(scheme, shape, mesh).difference(covered))
     )  # stable: early turns first
-    fitting = (shape for shape in itertools.chain(distinct, _searched(scheme, fixed, unit)) if shape)
+    fitting = (shape for shape in itertools.chain(distinct, _search(scheme, fixed, unit)) if shape)
     return next((shape for shape in fitting if compatible(scheme, shape, mesh, options)), None)
 
 
@@ -281,13 +281,13 @@ def objection(
 
 
 def sequence_unit(scheme: Declared, mesh: Mapping[str, int], name: str) -> int:
-    """The number of tokens of which a padded sequence of this dim has a multiple; 1 without a packed layout."""
+    """The length of a padded sequence of this dim must be a multiple of this number; 1 without a packed layout."""
     shardings = [c for dim in _sharded_dims(scheme) if dim.name == name for c in dim.shardings if c.layout == "packed"]
     return 2 * math.prod({c.axis: mesh[c.axis] for c in shardings}.values()) if shardings else 1
 
 
 def _too_short(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> str | None:
-    """A sentence if a dim is too short for as many sequences, none of them empty, as its offsets name; else None."""
+    """A sentence if a dim has too few tokens for its sequences, which may not be empty; else None."""
     for arg in scheme.inputs:
         draw, rest = scheme.draws[arg.name], {"offsets": 1, "lengths": 0}
         if draw.kind in rest and draw.dim is not None and not draw.empty:
@@ -299,7 +299,7 @@ def _too_short(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, in
 
 
 def _no_room(scheme: Declared, shape: Mapping[str, int]) -> str | None:
-    """A sentence if an input of offsets or lengths is too small for one sequence, else None."""
+    """A sentence if an input has too few offsets or lengths for one sequence, else None."""
     least = {"offsets": 2, "lengths": 1}  # offsets are one more than sequences
     for arg in scheme.inputs:
         kind = scheme.draws[arg.name].kind
@@ -366,10 +366,10 @@ def shape_of_turn(
         else:
             shift = turn - 1 + index + (turn // len(LOCAL)) * (index + 1)
             shape[name] = step * (LOCAL[shift % len(LOCAL)] if turn else 1) + (name in _offsets_dims(scheme))
-    return _tied(scheme, fixed, unit, shape)
+    return _complete_shape(scheme, fixed, unit, shape)
 
 
-def _searched(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int]) -> Iterator[dict[str, int] | None]:
+def _search(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int]) -> Iterator[dict[str, int] | None]:
     """All combinations of small multiples of the units, smallest first: for an `assume` that rejects every round."""
     if scheme.assume is None:
         return
@@ -383,10 +383,10 @@ def _searched(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int
             choices = [size for size in declared if size % step == 0]
         sizes.append((fixed[name],) if name in fixed else choices)
     for combination in sorted(itertools.islice(itertools.product(*sizes), SEARCHED), key=sum):
-        yield _tied(scheme, fixed, unit, dict(zip(names, combination, strict=True)))
+        yield _complete_shape(scheme, fixed, unit, dict(zip(names, combination, strict=True)))
 
 
-def _tied(
+def _complete_shape(
     scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], shape: Mapping[str, int]
 ) -> dict[str, int] | None:
     """The shape with its derived dims; enlarges the dims in formulas until all can be sharded."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Text stays text and is set by the reader in DejaVu, or in a font with letters of the same width. Most other fonts are
-# narrower. The same figure always has the same bytes.
+# Text stays text: the reader's browser shows it in DejaVu, or in a font with letters of the same width. Most other
+# fonts are narrower. The same figure always has the same bytes.
 WRITTEN: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "shardproof",
@@ -30,7 +30,7 @@ def theme(ground: str, text: str, frame: str) -> dict[str, Any]:
     return dict.fromkeys(grounds, ground) | dict.fromkeys(texts, text) | {"legend.edgecolor": frame}
 
 
-# The backgrounds match the pages. No colour is black, which an SVG leaves out: so the files differ only in numbers.
+# The backgrounds match the pages. No colour is black, because an SVG omits black: so the files differ only in numbers.
 THEMES = {LIGHT: theme("#ffffff", "#1a1c1e", "#cccccc"), DARK: theme("#131416", "#cfd0d0", "#4a4c50")}
 
 
