@@ -1,4 +1,4 @@
-"""Which tests of this folder an ordinary run leaves to `test_devices.py`, which runs them where kernels can run."""
+"""An ordinary run does not collect these files: `test_devices.py` runs them in processes that can run kernels."""
 
 from parity_tests.kernels.files import ON_A_DEVICE
 

@@ -46,7 +46,7 @@ class Inheriting(Registered):
 
 
 class Parametrised(nn.Module):
-    """Its own plan, of which the registered one replaces an entry."""
+    """A model with its own plan; the registered plan replaces one entry of it."""
 
     _tp_plan = ROWWISE
 
@@ -154,7 +154,7 @@ SWITCHES = (
 
 
 class Stacks(nn.Module):
-    """Experts in stacks, as `routed_experts` computes them, but with arguments of their own."""
+    """Experts in stacks, as `routed_experts` needs them; the arguments make stacks that it rejects."""
 
     def __init__(self, columns=6, down=(4, 2, 3), leaves=("gate_up_proj", "down_proj"), activation=nn.SiLU, others=()):
         super().__init__()
@@ -184,7 +184,7 @@ EXPERTS = (  # module, ranks of ep, and the modules of experts that they share
     (lambda: Stacks(others=("bias",)), 2, "ValueError"),
     (OtherArguments, 2, "ValueError"),
 )
-KEYS = (  # of a part without layers.0.mlp, whether a plan may name it
+KEYS = (  # key of a plan, and the outcome for a part of a model that lacks layers.0.mlp
     *((key, []) for key in ("layers.*", "layers.*.mlp", "layers.0.mlp.up", "layers.*.mlp.*")),
     *((key, "ValueError") for key in ("layers.1", "layer.*", "layers.*.attention", "mlp")),
 )
@@ -196,7 +196,7 @@ def shared_experts(make, ep):
     return list(validate_experts(model, ep))
 
 
-def keys_of_part(key):
+def plan_keys_of_part(key):
     model = nn.Module()
     setattr(model, REMOVED, ("layers.0.mlp",))
     return list(styles_by_module(model, {key: Replicated()}))
@@ -208,7 +208,7 @@ def unchanged(*arguments):
 
 
 def kind(outcome):
-    """An error without the names that are near."""
+    """The outcome; for an error, its type without the nearest name."""
     return outcome.partition(",")[0] if isinstance(outcome, str) else outcome
 
 
@@ -220,14 +220,14 @@ def answer(function, *arguments):
         return type(error).__name__ + (f", {nearest}{name}" if nearest else "")
 
 
-def styles_of(make):
+def style_names(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a model that has no plan
         return {key: type(style).__name__ for key, style in get_hf_tp_shard_plan(make()).items()}
 
 
 def strategies():
-    """Strategies of a class, of one that inherits it and of one without; and classes that cannot be registered."""
+    """Strategies of a registered class, of its subclass and of another class; and the errors of wrong registrations."""
     register_parallel_strategy(name="Registered")(parallelize_here)
     names = [get_parallelization_strategy(make()).__name__ for make in (Registered, Inheriting, Net)]
     rejected = [answer(register_parallel_strategy, 3), answer(register_parallel_strategy("Rejected"), 3)]
@@ -245,7 +245,7 @@ def check_switch(kind, value):
         raise rejected.error(str(rejected)) from None
 
 
-def backend_of(backend, device, has_nvfsdp, has_megatron):
+def chosen_backend(backend, device, has_nvfsdp, has_megatron):
     library = types.ModuleType("megatron_fsdp")
     library.fully_shard_model = print
     outer = sys.modules.get("megatron_fsdp")
@@ -298,7 +298,7 @@ def test_registered_plan(number, registered):
 @pytest.mark.parametrize(("make", "plan"), REGISTERED_PLANS)
 def test_plan_of_a_class_with_registered_entries(make, plan, registered):
     with torch.device("meta"):
-        assert styles_of(make) == plan
+        assert style_names(make) == plan
 
 
 def test_registered_strategies():
@@ -314,7 +314,7 @@ def test_experts_that_ranks_share(make, ep, expected):
 
 @pytest.mark.parametrize(("key", "expected"), KEYS)
 def test_keys_of_a_part_without_a_module(key, expected):
-    assert kind(answer(keys_of_part, key)) == expected
+    assert kind(answer(plan_keys_of_part, key)) == expected
 
 
 def test_arguments_without_a_gradient_are_passed_on():
@@ -323,7 +323,7 @@ def test_arguments_without_a_gradient_are_passed_on():
 
 @pytest.mark.parametrize(("backend", "device", "has_nvfsdp", "has_megatron", "expected"), BACKENDS)
 def test_backend(backend, device, has_nvfsdp, has_megatron, expected):
-    assert answer(backend_of, backend, device, has_nvfsdp, has_megatron) == expected
+    assert answer(chosen_backend, backend, device, has_nvfsdp, has_megatron) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """diffusers' context parallelism: exchanges of heads and sequence, attention by a ring and by Ulysses.
 
-The attention of one block is written here in plain torch, as the library takes it from the backend that is chosen.
+The attention of one block is written here in plain torch, because the library takes it from the chosen backend.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ def forward_op(ctx: Any, query: Any, key: Any, value: Any, *options: Any, _save_
 
 
 def backward_op(ctx: Any, grad_out: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
-    """The gradient through one block, whose weights are normalised by the denominators of all of them."""
+    """The gradients of one block. Its weights are normalised by the denominators over all blocks."""
     query, key, value = (
         given.get(name, saved) for name, saved in zip(("query", "key", "value"), ctx.saved_tensors, strict=True)
     )
     out, lse = given.get("out", ctx.out), given.get("lse", ctx.lse)
     weights = (_scores(query, key) - lse.transpose(1, 2).unsqueeze(-1)).exp()
     grad_value = torch.einsum("bhst,bshd->bthd", weights, grad_out)
-    of_weights = torch.einsum("bshd,bthd->bhst", grad_out, value)
+    grad_weights = torch.einsum("bshd,bthd->bhst", grad_out, value)
     shared = (grad_out * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-    of_scores = weights * (of_weights - shared) / query.shape[-1] ** 0.5
-    grad_query = torch.einsum("bhst,bthd->bshd", of_scores, key)
-    return grad_query, torch.einsum("bhst,bshd->bthd", of_scores, query), grad_value
+    grad_scores = weights * (grad_weights - shared) / query.shape[-1] ** 0.5
+    grad_query = torch.einsum("bhst,bthd->bshd", grad_scores, key)
+    return grad_query, torch.einsum("bhst,bshd->bthd", grad_scores, query), grad_value
 
 
 def parallel(mesh: Any, template: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def test_a_process_that_gloo_aborted_is_a_mismatch(earlier):
     )
 
 
-def test_so_is_one_whose_message_does_not_fit():
+def test_a_process_that_gloo_aborted_over_a_message_is_a_mismatch():
     failure = find_root_cause(outcomes([ROW, SEND], RECV), None)
     assert type(failure) is CollectiveMismatch
     assert str(failure).startswith(
@@ -47,7 +47,7 @@ def test_so_is_one_whose_message_does_not_fit():
     [
         ([ROW], replace(ROW, rank=1), -signal.SIGABRT),  # the rows fit
         ([ROW], replace(ROW, rank=1, seq=1, **WIDE), -signal.SIGABRT),  # rank 0 has not come so far
-        ([ROW], replace(ROW, rank=1, **WIDE), -signal.SIGKILL),  # no doing of gloo
+        ([ROW], replace(ROW, rank=1, **WIDE), -signal.SIGKILL),  # gloo does not send SIGKILL
         ([replace(SEND, tag=1)], RECV, -signal.SIGABRT),
         ([SEND], replace(SEND, rank=1, peer=0, shapes=((2,),)), -signal.SIGABRT),
     ],

@@ -63,7 +63,7 @@ LARGER_WORLD = "larger_world"
 WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
 OTHER_CALLS = ("call_before", "call_between")
 VIEWS = ("strided", "expanded")
-# With a value for each of several tensors.
+# Conditions that apply to some of the tensors.
 OF_TENSORS = (*VIEWS, "frozen", "unused", "nan_cotangents", "wider_inputs", "int32")
 # Conditions under which a function may send less than its declared cost, or send it twice.
 OF_ANOTHER_COST = (
@@ -77,15 +77,16 @@ NOT_ALWAYS_PROMISED = (
 )
 COTANGENT = "cotangent "
 EXCLUDED = "EXCLUDED_CONDITIONS"  # a module or package lists by this name the conditions that all its schemes exclude
-# Tensors created in inference mode cannot be saved for backward, on one rank many functions return their input, few are
-# differentiated twice or recomputed, torch's own operations follow autocast, and some of them take int64 alone.
+# The reasons: tensors created in inference mode cannot be saved for backward; on one rank many functions return their
+# input; some of torch's operations take int64 alone; its operations follow autocast; few functions are recomputed or
+# differentiated twice.
 EXCLUDED_BY_DEFAULT = ("inference_mode", "overwritten", "int32", "autocast", "recomputed", "second_derivative")
 
 
 def excluded_by_default(module: str) -> Sequence[str]:
-    """Conditions that a module excludes for its schemes, or else the nearest of its packages.
+    """The conditions that a module, or else the nearest of its packages, excludes for its schemes.
 
-    If none says so: conditions that correct training code often does not support.
+    If none of them has such a list: the conditions that correct training code often does not support.
     """
     return of_nearest(module, EXCLUDED, EXCLUDED_BY_DEFAULT)
 
@@ -167,7 +168,7 @@ def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
 
 
 def _difference(record: Mapping[str, Any], case: CaseSpec) -> str:
-    """The differences of another call from the case, beside its values: `other sizes`, `chunk_size=4`."""
+    """How another call differs from the case: `other sizes`, `chunk_size=4`; if in nothing else, `other values`."""
     if record["dims"] != case.dims:
         return "other sizes"
     if record.get("dtype", case.dtype) != case.dtype:
@@ -184,7 +185,7 @@ def _tensor(label: str) -> str:
 
 
 def with_one_less(case: CaseSpec) -> Iterator[CaseSpec]:
-    """The case without one of its conditions, for each, then without one tensor of a condition with several."""
+    """The case without each of its conditions in turn, then without each tensor of a condition with several tensors."""
     for name in case.conditions:
         yield case.replace(conditions=_without(case.conditions, name))
     for name, value in case.conditions.items():

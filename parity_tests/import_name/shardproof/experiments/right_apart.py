@@ -1,4 +1,4 @@
-"""Which edits of a running function make cases right, tried in forked processes that this one can lose.
+"""Find the edits of a running function that make cases right; forked processes try them, because an edit may crash.
 
 An edited function may crash in native code, never end, or leave wrong values in a cache. So it runs in a fork of this
 process, which ends after the search. The fork has every module, every function and the references of the cases, and
@@ -35,7 +35,7 @@ from shardproof.judge.compare import compared
 from shardproof.judge.reference import Reference, evaluate, undefined_gradients
 
 MOST_PROCESSES = 4
-QUIET_S = 2.0  # for which an edited function may compute between two collectives
+QUIET_S = 2.0  # the time that an edited function may compute between two collectives
 END, RIGHT = "end", "=right"  # written by a process
 WALL = 3.0  # at most so many seconds for each second of computing, on a machine that others use as well
 
@@ -76,10 +76,10 @@ def can_fork() -> bool:
 
 
 def which_are_right(scheme: Declared, edits: Sequence[Any], judged: Sequence[JudgedCase], seconds: float) -> list[int]:
-    """The numbers of the edits with which all cases are right, as far as they are tried in this time.
+    """The numbers of the edits with which all cases are right, among the edits that are tried in time.
 
-    Several processes share them, and each may compute for so many seconds. Where an edit ends its process, another goes
-    on with the next edit.
+    Several processes share the edits, and each may compute for `seconds`. If an edit ends its process, another process
+    goes on with the next edit.
     """
     until = time.monotonic() + WALL * seconds
     count = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(edits)))
@@ -147,7 +147,7 @@ def _start(
         warnings.simplefilter("ignore")  # JAX warns of a fork; the child does not use it
         process = os.fork()
     if process == 0:
-        _run(parent, writing, lambda: _tried(share, scheme, edits, judged, seconds, writing))
+        _run(parent, writing, lambda: _try_edits(share, scheme, edits, judged, seconds, writing))
     os.close(writing)
     selector.register(reading, selectors.EVENT_READ, _Worker(process, reading, share))
 
@@ -167,7 +167,7 @@ def _run(parent: int, pipe: int, job: Callable[[], None]) -> NoReturn:
         exits.leave(0)
 
 
-def _tried(
+def _try_edits(
     share: Sequence[int],
     scheme: Declared,
     edits: Sequence[Any],
