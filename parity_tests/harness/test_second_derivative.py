@@ -39,7 +39,7 @@ def test_an_error_that_torch_gives_at_a_second_backward_is_no_finding():
 
 
 def test_a_backward_that_overwrites_saved_tensors_is_no_finding():
-    """torch rejects the second one; a function that saves memory so is right for training."""
+    """torch rejects the second backward; overwriting saves memory and is right for training."""
 
     class Overwriting(torch.autograd.Function):
         @staticmethod
@@ -86,7 +86,7 @@ class Own(torch.autograd.Function):
 
 
 class SummedOnce(Summed):
-    """The same, whose second derivative has the sum on the first rank alone, and zeros elsewhere."""
+    """The sum over the ranks; its second derivative is the sum on the first rank alone, and zero elsewhere."""
 
     @staticmethod
     def backward(ctx, cotangent):
@@ -104,43 +104,43 @@ class OwnOfFirst(torch.autograd.Function):
         return all_reduce(cotangent, ctx.group, out="R") * (ctx.group.rank() == 0), None
 
 
-def of_types(function, given, returned):
-    """A scheme of one axis that returns the sum of a P input, and another input as it is."""
+def scheme_with_types(function, given, returned):
+    """A scheme that applies `function` to an input of type `given`, and declares the result as of type `returned`."""
     return scheme(
         reference=lambda x: x, mesh={"tp": (3,)}, inputs={"x": f"b tp={given}"}, outputs=f"b tp={returned}",
         dtypes=("float64",), excluded_conditions=(),
     )(lambda mesh, x: function(x, mesh["tp"]))  # fmt: skip
 
 
-def differentiated_twice(declaration, **more):
+def report_with_second_derivative(declaration, **more):
     return verify_case(declaration, declaration.case(b=4).replace(conditions={"second_derivative": True}, **more))
 
 
 @pytest.mark.parametrize("returned", ["I", "R"])
 @pytest.mark.parametrize("mesh", [{"tp": 3}, {SPARE: 2, "tp": 3}], ids=["alone", "inside"])
 def test_a_sum_of_all_ranks_is_right(returned, mesh):
-    declaration = of_types(lambda x, group: all_reduce(x, group, out=returned), "P", returned)
-    report = differentiated_twice(declaration, mesh=mesh)
+    declaration = scheme_with_types(lambda x, group: all_reduce(x, group, out=returned), "P", returned)
+    report = report_with_second_derivative(declaration, mesh=mesh)
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_tensor_of_each_type_that_is_returned_is_right(kind):
-    assert differentiated_twice(of_types(lambda x, group: 2 * x / 2, kind, kind)).ok
+    assert report_with_second_derivative(scheme_with_types(lambda x, group: 2 * x / 2, kind, kind)).ok
 
 
 def test_a_sum_that_its_second_derivative_lacks_is_a_finding():
-    declaration = of_types(Summed.apply, "P", "R")
+    declaration = scheme_with_types(Summed.apply, "P", "R")
     assert verify_case(declaration, declaration.case(b=4)).ok
-    (sentence,) = differentiated_twice(declaration).hygiene
+    (sentence,) = report_with_second_derivative(declaration).hygiene
     assert sentence.startswith("the second derivative is wrong: the gradient times a direction is ")
 
 
 def test_a_copy_that_the_second_derivative_lacks_is_a_finding():
     """The ranks' cotangents of an invariant output are equal, and so are their derivatives."""
-    declaration = of_types(SummedOnce.apply, "P", "I")
+    declaration = scheme_with_types(SummedOnce.apply, "P", "I")
     assert verify_case(declaration, declaration.case(b=4)).ok
-    (sentence,) = differentiated_twice(declaration).hygiene
+    (sentence,) = report_with_second_derivative(declaration).hygiene
     assert sentence.startswith("the second derivative is wrong: the gradient times a direction is ")
 
 
@@ -156,13 +156,13 @@ def test_a_gradient_that_cannot_be_differentiated_is_no_finding(mark):
         def backward(ctx, cotangent):
             return (2 * cotangent,)
 
-    report = differentiated_twice(of_types(lambda x, group: Doubled.apply(x) / 2, "I", "I"))
+    report = report_with_second_derivative(scheme_with_types(lambda x, group: Doubled.apply(x) / 2, "I", "I"))
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_a_difference_counts_from_the_root_of_the_roundoff_on(dtype):
-    """Whatever the ranks' shares are; ranks with none, or with one that is not finite, say nothing."""
+def test_a_difference_above_the_root_of_the_roundoff_is_found(dtype):
+    """This holds for any shares of the ranks. With a rank whose terms are missing or not finite, nothing is found."""
     roundoff = UNIT_ROUNDOFF[dtype]
     for size, share in itertools.product((1e-9, 1.0, 1e9), (0.0, 0.25, 1.0)):
         for times, is_found in ((0.5, False), (2.0, True)):

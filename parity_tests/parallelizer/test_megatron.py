@@ -108,14 +108,12 @@ def fully_shard_model(
 
 @pytest.mark.parametrize(("replicas", "shards", "cp"), list(itertools.product((1, 2), repeat=3)))
 def test_groups_for_megatron_fsdp(replicas, shards, cp, monkeypatch):
-    """The axis of replicas, the size of the group with replicas and shards, the number of ranks that shard."""
+    """The library gets the axis of replicas, the group of replicas and shards, and the ranks that shard."""
 
     def axes_of(mesh):
         axes = mesh_axes(mesh.device_mesh)
-        _ = (
-            axes.loss_mesh,
-            axes.shard_mesh,
-        )  # made here: nothing is sent while another library stands in for the real one
+        # Made here, because making a mesh sends messages, and none may be sent while a fake library is in place.
+        _ = axes.loss_mesh, axes.shard_mesh
         return axes
 
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
@@ -139,7 +137,7 @@ OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")  # on by default, all
 CHANGED = (*ON_CUDA_ALONE, *OVERLAPS, "calculate_per_token_loss", "average_in_collective")
 
 
-def reports_of_arguments(strategy, first, second):
+def expected_reports(strategy, first, second):
     """(the arguments with a warning, the rejected argument or None); a rejected call gives no warning."""
     changed = {first, second}
     if strategy == "zero3":
@@ -172,7 +170,7 @@ def test_arguments_that_are_reported(ranks, strategy, first, second):
         return sorted(str(each.message).partition("=")[0] for each in caught), rejection
 
     ranks_seen = run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": ranks}))
-    assert ranks_seen.results == (reports_of_arguments(strategy, first, second),) * ranks
+    assert ranks_seen.results == (expected_reports(strategy, first, second),) * ranks
     assert ranks_seen.ledger.rows == []
 
 

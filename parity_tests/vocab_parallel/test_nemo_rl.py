@@ -1,4 +1,4 @@
-"""NeMo-RL's newer functions under its own names and order: parity of the temperature, and each passes its call on."""
+"""NeMo-RL's newer functions, with its names and order of arguments: parity with a temperature, and equal calls."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ from torch_impl import vocab_parallel as ours
 from torch_impl.vocab_parallel.adapters import nemo_rl
 
 
-def tempered(logits, temperature):
+def log_softmax_at_temperature(logits, temperature):
     return log_softmax(logits / temperature)
 
 
 DECLARED = dict(
-    reference=tempered,
+    reference=log_softmax_at_temperature,
     mesh={"tp": (1, 2, 3, 8)},
     inputs={"logits": "b s v/tp:ragged"},
     options={"temperature": (1.0, 0.7, 2.5)},
@@ -40,7 +40,7 @@ def tempered_log_softmax(mesh, logits, temperature):
 
 
 def full_rows_cost(case):
-    """The log-softmax; then the widths, and the widest shard of the result, in the dtype of its sums."""
+    """The cost of the log-softmax, then of gathering the widths and the results, padded to the widest shard."""
     several, widest = case.mesh["tp"] > 1, max(case.layouts["v/tp"]["lengths"])
     rows = several, several * case.b * case.s * widest * case.accumulator_itemsize
     return Cost(

@@ -20,7 +20,7 @@ def local_maximum(mesh, x):
 
 
 def local_shift_with_a_gradient(mesh, x):
-    """Each rank's gradient of the shift is a part of 0."""
+    """The gradients of the shift add up to 0 over the ranks, but are not 0 on each rank."""
     shifted = x - x.amax(-1, keepdim=True)
     first = torch.where(mesh.global_ids("v") == 0, shifted, 0.0)
     total, score = all_reduce(torch.stack([shifted.exp().sum(-1), first.sum(-1)]), mesh["tp"])
@@ -42,7 +42,7 @@ def test_a_maximum_of_each_ranks_own_part(function, reference):
 
 
 def test_an_input_whose_terms_are_not_summed():
-    """No sum after the tanh is the reference's."""
+    """No sum after the tanh would give the reference's result."""
 
     def sum_of_one(mesh, x, y):
         return torch.tanh(all_reduce(x, mesh["dp"]) + y)
@@ -212,7 +212,7 @@ def test_an_outer_step_by_the_sum_of_the_workers():
     )
 
 
-def of_the_first_rank(mesh, x):
+def first_ranks_sum(mesh, x):
     count = x.sum(0)
     everyone = [torch.empty_like(count) for _ in range(mesh.size("tp"))]
     dist.all_gather(everyone, count, group=mesh["tp"])
@@ -221,9 +221,9 @@ def of_the_first_rank(mesh, x):
 
 def test_a_gathered_part_in_place_of_the_sum():
     notes = notes_on_case(
-        of_the_first_rank, lambda x: x.sum(0), {"x": "k/tp n"}, "n tp=I", {"tp": 2, "k": 4, "n": 3}, nograd=("x",)
+        first_ranks_sum, lambda x: x.sum(0), {"x": "k/tp n"}, "n tp=I", {"tp": 2, "k": 4, "n": 3}, nograd=("x",)
     )
-    line = line_of(of_the_first_rank, "all_gather")
+    line = line_of(first_ranks_sum, "all_gather")
     assert notes["out"][0].startswith(f"{RIGHT_ONCE}all_gather at {line} adds up the ranks' tensors")
 
 
@@ -247,23 +247,23 @@ def test_the_last_of_several_values_for_one_place():
     assert notes["out"][0].startswith(f"{RIGHT_ONCE}the assignment at {line} adds")
 
 
-def of_two_counts(mesh, x, y, keep, kept):
+def two_masked_means(mesh, x, y, keep, kept):
     def share(value, own, group):
         return (value * own).sum() / summed(own.sum(), group).clamp(min=1)
 
     return share(x, keep, None) + share(y, kept, mesh["dp"])
 
 
-def of_two_means(x, y, keep, kept):
+def means_reference(x, y, keep, kept):
     pairs = ((x, keep.astype(x.dtype)), (y, kept.astype(y.dtype)))
     return sum((value * own).sum() / jnp.maximum(own.sum(), 1) for value, own in pairs)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 2}])
 def test_a_count_over_all_ranks(sizes):
-    """On one axis of two ranks, all ranks are those of tp: another mesh tells them apart."""
+    """With dp=1, all ranks are the ranks of tp: only another mesh shows that the count must be over dp."""
     notes = notes_on_case(
-        of_two_counts, of_two_means, {"x": "b/dp c tp=I", "y": "b/dp s tp=I", "keep": "b/dp c", "kept": "b/dp s"},
+        two_masked_means, means_reference, {"x": "b/dp c tp=I", "y": "b/dp s tp=I", "keep": "b/dp c", "kept": "b/dp s"},
         "dp=P tp=I", {**sizes, "b": 4, "c": 3, "s": 3}, mesh={"dp": (1, 2), "tp": (1, 2)},
         draw={"x": values("normal"), "y": values("normal"), "keep": mask("c"), "kept": mask("s")},
     )  # fmt: skip
@@ -300,7 +300,7 @@ def over_a_mean_of_norms(mesh, x, w):
 
 
 def test_one_of_two_sums_in_a_line():
-    """The sum of what each rank has alike must stay as it is."""
+    """The sum over `w`, which is equal on all ranks, must stay as it is."""
     notes = notes_on_case(
         over_a_mean_of_norms, lambda x, w: x / jnp.sqrt((x**2).sum() + (w**2).sum()), {"x": "b/tp", "w": "c tp=I"},
         "b/tp", {"tp": 2, "b": 4, "c": 3}, nograd=("x", "w"),
@@ -338,7 +338,7 @@ def divided_twice(mesh, x):
 
 @pytest.mark.usefixtures("without_line_edits")
 def test_equal_results_of_all_ranks_are_no_parts():
-    """Their sum is right only as it undoes the second division."""
+    """Their sum over the ranks would be right only because it undoes the second division."""
     notes = notes_on_case(
         divided_twice, lambda x: x + (x.mean(0) ** 2).sum(), {"x": "b/tp v"}, "b/tp v", {"tp": 2, "b": 4, "v": 3},
         nograd=("x",),
@@ -393,7 +393,7 @@ def mean_of_each_ranks_count(mesh, x, keep):
 
 
 def test_ranks_that_divide_by_their_number_lack_the_mean_of_their_counts():
-    """The sum, which each rank has a term of, is right."""
+    """Each rank's term of the sum is right; only the count is wrong."""
     notes = notes_on_case(
         mean_of_each_ranks_count,
         lambda x, keep: jnp.where(keep, jnp.exp(x), 0.0).sum() / jnp.maximum(keep.astype(x.dtype).sum(), 1.0),

@@ -29,14 +29,14 @@ def check_placements(part: Any, arg: Argument, axes: tuple[str, ...], who: str) 
         else:
             agrees = getattr(placement, "dim", None) in sharded
         if not agrees:
-            wanted = _wanted(sharded, arg.spec.type_of(axis))
+            wanted = _placement_text(sharded, arg.spec.type_of(axis))
             raise RankFault(
                 f"{who} returned a DTensor for '{arg.name}' that is {placement!r} over {axis}; '{arg.spec}' says "
                 f"{wanted}: redistribute it, or correct the spec"
             )
 
 
-def _wanted(sharded: list[int], letter: str) -> str:
+def _placement_text(sharded: list[int], letter: str) -> str:
     return f"Shard({sharded[0]})" if sharded else "Partial()" if letter == SUMMED else "Replicate()"
 
 
