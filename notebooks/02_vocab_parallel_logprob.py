@@ -15,9 +15,9 @@
 # # From softmax to a chunked vocab-parallel log-probability
 #
 # The last layer of a language model makes the largest tensor of a training step: one logit for each token and each of
-# 100,000 and more ids. Its columns are sharded over the ranks. This notebook takes the log-probability of a token apart
-# into what one rank can compute alone and what the ranks must exchange, puts it together again in one collective,
-# finds a wrong gradient, and counts what all of it costs.
+# 100,000 and more ids. Its columns are sharded over the ranks. This notebook divides the log-probability of a token
+# into the part that one rank can compute alone and the numbers that the ranks must exchange. It combines them in one
+# collective, finds a wrong gradient, and counts the cost in bytes and memory.
 
 # %%
 # %matplotlib inline
@@ -53,8 +53,8 @@ spec_figure(tensors, {"b": 1, "s": 6, "v": 16}, {"tp": 4})
 # $$\log p_t = z_t - \mathrm{lse}, \qquad \mathrm{lse} = \log \sum_v e^{z_v}$$
 #
 # A rank that has some of the columns knows the largest of them, $m_r$, and $R_r = \sum_v e^{z_v - m_r} - 1$, the sum
-# of all other terms; in code `row_max_r` and `row_sum_m1_r`. From those of all ranks any rank can compute the full
-# softmax:
+# of all other terms; in code `row_max_r` and `row_sum_m1_r`. From these two numbers of every rank, any rank can compute
+# the full softmax:
 #
 # $$m = \max_r m_r, \qquad 1 + R = \sum_r e^{m_r - m} (1 + R_r), \qquad \mathrm{lse} = m + \log(1 + R)$$
 
@@ -146,7 +146,7 @@ def chunked_logprob(mesh, logits, target, chunk_size):
 print(chunked_logprob.verify(examples=10))
 
 # %% [markdown]
-# The chunk size is local to a rank: every rank draws one, and the collectives stay the one that is declared.
+# The chunk size is local to a rank: every rank draws its own, and the ledger still has the one declared collective.
 
 # %%
 for chunk_size in (1, 2, 5):
@@ -157,8 +157,8 @@ for chunk_size in (1, 2, 5):
 # ## A wrong gradient
 #
 # Many implementations mask the one-hot of a target outside a rank's shard and are done. For a token whose target is
-# outside the vocabulary, the term $-p$ then stays: every padded position pushes all logits down. Its value is masked
-# later, so that no loss shows it.
+# outside the vocabulary, the term $-p$ then stays: every padded position pushes all logits down. The loss of such a
+# position is masked later, so the value of the loss does not show the mistake.
 
 
 # %%
@@ -184,7 +184,7 @@ padding_pushes.verify(examples=10)
 #
 # ## What it costs
 #
-# Four ways to the same number, forward and backward, on two ranks. Memory is what lives at the worst moment beside the
+# Four ways to the same number, forward and backward, on two ranks. Memory is the peak of all tensors besides the
 # inputs, in units of one rank's logits: 4 MiB of bfloat16.
 
 
@@ -261,10 +261,10 @@ plt.show()
 # %% [markdown]
 # ## Your turn
 #
-# 1. The target's logit is 0, and the only other one, on the other rank, is -20. What does `log(1 + R)` give in
-#    float32, and what can a rank compute that sends $R$ and not $1 + R$?
-# 2. The vocabulary grows from 8 ids to 64. What does the ledger count then? How many times as many bytes would one of
-#    8 ranks hand over that gathers bfloat16 logits of 131,072 ids?
+# 1. The target's logit is 0, and the only other logit, on the other rank, is -20. What does `log(1 + R)` give in
+#    float32? What can be computed instead if ranks send $R$ and not $1 + R$?
+# 2. The vocabulary grows from 8 ids to 64. What does the ledger count then? If 8 ranks gathered bfloat16 logits of
+#    131,072 ids instead, by which factor would the bytes of one rank grow?
 #
 # The next cell has the answers.
 

@@ -18,7 +18,7 @@ def {name}(mesh, x):
     return x * {factor}
 """
 )
-WRONG = "2 * mesh.size('tp')"  # a number with a meaning, so that no edit of the line is searched for
+WRONG = "2 * mesh.size('tp')"  # a note explains the factor, so that no edit of the line is searched for
 
 
 class Recorder:
@@ -38,7 +38,7 @@ class Recorder:
 
 def outcomes(*arguments):
     recorder = Recorder()
-    # The last would collect the garbage of this process five times, which has all tests imported.
+    # unraisableexception would collect garbage five times, which takes long in a process that has imported all tests.
     absent = ("cacheprovider", "hypothesispytest", "shardproof", "unraisableexception")
     options = (*(part for name in absent for part in ("-p", f"no:{name}")), "-q", "--no-header")
     pytest.main([*options, *arguments], plugins=[pytest_plugin, recorder])
@@ -51,7 +51,7 @@ def scheme_file(file, name, factor=2):
 
 
 @pytest.mark.parametrize("examples", ["0", "-1", "many"])
-def test_a_number_of_examples_that_is_none_is_rejected(examples, capsys):
+def test_an_unusable_number_of_examples_is_rejected(examples, capsys):
     outcomes(f"--shardproof-examples={examples}", ".")
     assert f"{examples!r}; give a number of cases of 1 or more" in capsys.readouterr().err
 
@@ -69,7 +69,7 @@ def test_the_schemes_of_a_file_are_its_tests():
     assert text.startswith("wrong    tp=2   lockstep") and "MISMATCH" in text and "Traceback" not in text
 
 
-def test_a_file_that_is_named_needs_no_name_of_its_own():
+def test_a_file_on_the_command_line_may_have_any_name():
     found = outcomes("--shardproof-examples", "1", scheme_file("anything.py", "right") + "::right").reports
     assert [(report.nodeid, report.outcome) for report in found] == [("anything.py::right", "passed")]
 
@@ -115,12 +115,12 @@ def test_a_declaration_that_is_wrong_fails_as_its_own_test_alone(target):
         )
         file.write("\n\ndef test_of_its_own():\n    assert right\n")
     recorder = outcomes("--shardproof-examples", "1", target)
-    found, of_functions = recorder.reports, {} if target == "." else {"both_scheme.py::test_of_its_own": "passed"}
+    found, function_outcomes = recorder.reports, {} if target == "." else {"both_scheme.py::test_of_its_own": "passed"}
     assert recorder.errors == []
     assert {report.nodeid: report.outcome for report in found} == {
         "both_scheme.py::right": "passed",
         "both_scheme.py::typo": "failed",
-        **of_functions,
+        **function_outcomes,
     }
     text = str(next(report.longrepr for report in found if report.failed))
     assert text.startswith("both_scheme.py:") and "scheme 'typo': spec 'b/tq' (output 'out'): axis 'tq' is not" in text
@@ -173,8 +173,8 @@ def test_the_output_fits_into_80_columns_and_the_summary_names_tensor_and_cause(
     assert found.keys() == SUMMARY.keys()
     for name, longrepr in found.items():
         assert longrepr.reprcrash.message.startswith(SUMMARY[name]), longrepr.reprcrash.message
-        of_the_verdict = str(longrepr).rpartition("direct cause")[2]  # the user's own exception is not of it
-        printed = [line for line in of_the_verdict.splitlines() if not line.startswith(">")]  # nor are the test's lines
+        verdict_text = str(longrepr).rpartition("direct cause")[2]  # the user's own exception is not of it
+        printed = [line for line in verdict_text.splitlines() if not line.startswith(">")]  # nor are the test's lines
         assert [line for line in printed if len(line) > 80] == []
         assert "raising" in name or "  MISMATCH  d/d x" in str(longrepr)
         assert "contextlib" not in str(longrepr)

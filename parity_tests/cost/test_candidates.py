@@ -16,7 +16,7 @@ from torch_impl.mamba import mamba_cp_bytes
 H100 = sheet.read("h100")
 
 
-def sent(candidate, phase):
+def bytes_sent(candidate, phase):
     """Bytes that a rank sends, wherever they go."""
     return round(sum(line.price.inside + line.price.between for line in candidate.lines if line.phase == phase))
 
@@ -34,7 +34,7 @@ def test_bytes_of_attention_match_production(cp, heads, causal):
     assert {each.label for each in there.candidates} == set(by_name)
     for each in there.candidates:
         traffic = by_name[each.label]
-        assert [sent(each, phase) for phase in PHASES] == [traffic.forward, traffic.backward], each.label
+        assert [bytes_sent(each, phase) for phase in PHASES] == [traffic.forward, traffic.backward], each.label
 
 
 @pytest.mark.parametrize("cp", [1, 2, 8, 64, 1024])
@@ -44,7 +44,7 @@ def test_bytes_of_a_mixer_match_production(cp):
     counted = mamba_cp_bytes(
         tokens=t, cp_size=cp, num_heads=h, head_dim=64, n_groups=g, d_state=128, d_conv=4, element_size=2
     )
-    by_label = {each.label: sent(each, "forward") for each in there.candidates}
+    by_label = {each.label: bytes_sent(each, "forward") for each in there.candidates}
     assert by_label.pop("states") == counted.state_passing
     assert set(by_label.values()) == ({counted.hidden_parallel} if counted.hidden_parallel is not None else set())
     assert sorted(by_label) == (["hidden fused=False", "hidden fused=True"] if 1 < cp <= h else ["hidden"] * (cp == 1))
@@ -83,7 +83,7 @@ def test_a_hundred_thousand_ranks_take_seconds():
 # A scheme of the user's own
 
 
-def of_two_axes(cost, **more):
+def scheme_on_two_axes(cost, **more):
     specs = {"x": "b tp=P cp=I"}, "b tp=I cp=I"
     return declared(
         lambda mesh, x: summed(x, mesh["tp"]), lambda x: x * 1.0, *specs, mesh={"cp": (1, 2), "tp": (1, 2)}, cost=cost,
@@ -95,8 +95,8 @@ def setting(names=(), **mesh):
     return Setting(mesh, dict(names), H100)
 
 
-def test_an_op_without_an_axis_is_of_the_one_that_has_ranks():
-    scheme = of_two_axes(lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)}))
+def test_an_op_without_an_axis_belongs_to_the_only_axis_with_several_ranks():
+    scheme = scheme_on_two_axes(lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)}))
     (alone,) = candidates(scheme, setting({"b": 5}, cp=1, tp=16)).candidates
     assert [(line.axis, line.calls, line.size) for line in alone.lines] == [("tp", 1, 20)]
     both = candidates(scheme, setting({"b": 5}, cp=2, tp=16))
@@ -104,8 +104,8 @@ def test_an_op_without_an_axis_is_of_the_one_that_has_ranks():
     assert both.least is None and not both.candidates[0].is_complete
 
 
-def test_an_axis_that_the_scheme_lacks_places_the_others():
-    scheme = of_two_axes(lambda c: Cost(forward={"all_gather/tp": (1, 4 * c.b)}))
+def test_an_axis_that_the_scheme_lacks_spreads_its_groups_over_hosts():
+    scheme = scheme_on_two_axes(lambda c: Cost(forward={"all_gather/tp": (1, 4 * c.b)}))
     (near,) = candidates(scheme, setting({"b": 5}, cp=4, tp=8)).candidates
     (far,) = candidates(scheme, setting({"b": 5}, cp=4, tp=8, pp=8)).candidates
     assert (near.between, far.inside) == (0.0, 0.0) and near.inside == far.between > 0
@@ -116,20 +116,20 @@ def test_a_cost_by_rank_counts_the_busiest():
     def cost(c):
         return [Cost({"send/tp": (1, 40), "recv/tp": (rank, 8)}, products=(rank, 1)) for rank in range(c.cp * c.tp)]
 
-    (each,) = candidates(of_two_axes(cost), setting({"b": 5}, cp=2, tp=4)).candidates
+    (each,) = candidates(scheme_on_two_axes(cost), setting({"b": 5}, cp=2, tp=4)).candidates
     assert [(line.op, line.calls, line.size) for line in each.lines] == [("send", 1, 40), ("recv", 7, 8)]
     assert each.products == (7, 1)
 
 
-def of_offsets(cost, **sizes):
+def scheme_with_offsets(cost, **sizes):
     return declared(
         lambda mesh, x, ends: summed(x, mesh["tp"]), lambda x, ends: x * 1.0, {"x": "b tp=P", "ends": "n"}, "b tp=I",
         draw={"ends": integers(1, 3)}, cost=cost, **sizes,
     )  # fmt: skip
 
 
-def test_a_cost_of_values_is_of_drawn_ones():
-    scheme = of_offsets(lambda c, ends: Cost({"all_reduce": (len(ends), int(ends.max()))}))
+def test_a_cost_that_depends_on_values_uses_drawn_values():
+    scheme = scheme_with_offsets(lambda c, ends: Cost({"all_reduce": (len(ends), int(ends.max()))}))
     (each,) = candidates(scheme, setting({"b": 5, "n": 3}, tp=4)).candidates
     assert each.lines[0].calls == 3 and 1 <= each.lines[0].size <= 3
 
@@ -139,7 +139,7 @@ def test_a_cost_of_values_is_of_drawn_ones():
 )
 def test_values_are_not_drawn_for_large_meshes(tp, n, here):
     with pytest.raises(ValueError) as rejected:
-        candidates(of_offsets(lambda c, ends: Cost()), setting({"b": 5, "n": n}, tp=tp))
+        candidates(scheme_with_offsets(lambda c, ends: Cost()), setting({"b": 5, "n": n}, tp=tp))
     limit = "which are drawn for at most 64 ranks and 1,048,576 elements"
     assert str(rejected.value).endswith(f"its cost depends on the values of ends, {limit}; here are {here}")
 
@@ -193,7 +193,7 @@ def test_lengths_are_the_standard_case_or_drawn(seed, counts):
 )
 def test_schemes_without_a_price(cost, names, mesh, message):
     with pytest.raises(ValueError) as rejected:
-        candidates(of_two_axes(cost), Setting(mesh, names, H100))
+        candidates(scheme_on_two_axes(cost), Setting(mesh, names, H100))
     assert message in str(rejected.value)
 
 

@@ -214,7 +214,7 @@ def _module_placements(model: nn.Module, name: str, key: str, style: ParallelSty
 
 
 def _head_problems(model: nn.Module, styles: Styles, tp: int) -> Iterator[str]:
-    """Heads that the ranks do not divide, or that would meet projections or norms of other heads."""
+    """Problems with heads: the ranks do not divide them, or a rank would pair them with other heads or their norms."""
     text = _text_config(model)
     leaves = {name: name.rpartition(".") for name, entry in styles.items() if _leaves_heads_sharded(entry.style)}
     heads = {name: (path, leaf) for name, (path, _, leaf) in leaves.items() if leaf in HEADS}

@@ -20,7 +20,7 @@ def declared(function, reference, spec="b s/cp", **more):
 
 def notes(report):
     assert not report.ok and report.failure is None, str(report)
-    return [note for of_tensor in report.notes.values() for note in of_tensor]
+    return [note for tensor_notes in report.notes.values() for note in tensor_notes]
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_the_two_chunks_of_the_last_rank_have_a_border_between_them():
 
 
 class BorrowsWithoutReturning(torch.autograd.Function):
-    """The next rank's first element behind the own ones; the backward keeps only the gradient of the own."""
+    """Append the next rank's first element; the backward keeps only the gradient of the rank's own elements."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -106,7 +106,7 @@ def test_a_region_is_counted_in_a_larger_case_and_names_a_mesh_that_refutes_it()
 
 @pytest.mark.slow
 def test_a_halo_that_small_cases_hide_is_named_by_a_case_that_shows_it():
-    """Of four places on two ranks the first two after a border are all that rank 1 has."""
+    """With four places on two ranks, rank 1 has only the first two places after the border."""
 
     class NextTwo(torch.autograd.Function):
         @staticmethod
@@ -150,8 +150,8 @@ def test_a_note_on_a_border_does_not_fit_a_case_that_has_no_such_border():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "h": 8}], ids=str)
-def test_a_border_is_not_named_where_a_declared_size_or_the_printed_case_has_other_places(sizes):
-    """Each rank scales its heads as if it had them all: of two heads a rank the wrong ones are at the border."""
+def test_a_border_is_not_named_if_another_size_is_wrong_elsewhere(sizes):
+    """Each rank takes keys as if its heads were all heads. With two heads on a rank, only border heads are wrong."""
 
     def scores(mesh, x, query, key):
         own = torch.arange(len(query)) * 2 // len(query)
@@ -166,5 +166,5 @@ def test_a_border_is_not_named_where_a_declared_size_or_the_printed_case_has_oth
         inputs={"x": "t d tp=R", "query": "h/tp d e", "key": "2 e d tp=R"}, dtypes=("float32",),
         draw={name: values("normal") for name in ("x", "query", "key")}, nograd=("x", "key"),
     )(scores)  # fmt: skip
-    of_all = notes(declaration.verify(**sizes))
-    assert not any("shard borders" in note for note in of_all), of_all
+    all_notes = notes(declaration.verify(**sizes))
+    assert not any("shard borders" in note for note in all_notes), all_notes
