@@ -62,7 +62,7 @@ def test_a_factory(shardproof):
         (("transformers.NoConfig",), "transformers.NoConfig: module transformers has no attribute NoConfig"),
         (("absent.py:net",), "absent.py: no such file"),
         (("made.py:absent",), "made.py has no function 'absent'"),
-        (("made.py",), "made.py: which function of it makes the model? Write made.py:make_model"),
+        (("made.py",), "made.py: which function in it makes the model? Write made.py:make_model"),
         (
             ("qwen3", "--option", "hidden_sise=2"),
             "--option 'hidden_sise' is not a field of Qwen3Config; did you mean hidden_size?",

@@ -1,4 +1,4 @@
-"""The mixtures with stored intermediates are the mixtures, values and gradients, on a mesh."""
+"""The mixtures with stored intermediates give the values and gradients of the plain mixtures, on a mesh."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from parity_tests.expert_parallel import stored_mixture
 
 MESH = {"ep": 2, "tp": 3}
 TOKENS, EXPERTS, COLUMNS, HIDDEN, LIMIT = 5, 6, 4, 6, 0.7
-# Each operation of a number's sums may be off by half a unit in the last place of the greatest number.
+# Each operation in the sums of a number may add an error of half a unit in the last place of the greatest number.
 ERROR = TOKENS * EXPERTS * COLUMNS * HIDDEN * np.finfo(np.float64).eps / 2
 
 
@@ -23,7 +23,7 @@ def arrays():
 
 
 def check_same(function, reference, floats):
-    """The values, and the gradients of their sum of squares."""
+    """Compare the values, and the gradients of their sum of squares."""
 
     def both(f):
         return jax.jit(lambda x: (f(x), jax.grad(lambda x: (f(x) ** 2).sum())(x)))
@@ -35,7 +35,7 @@ def check_same(function, reference, floats):
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
-def test_it_is_the_mixture(exchange):
+def test_the_stored_mixture_equals_the_mixture(exchange):
     stored = getattr(stored_mixture, f"by_{exchange}")
     experts, floats = arrays()
     floats = {name: floats[name] for name in ("x", "gates", "gate_up", "down")}
@@ -44,7 +44,7 @@ def test_it_is_the_mixture(exchange):
 
 @pytest.mark.fast_values(1)
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
-def test_it_is_the_mixture_with_biases(exchange):
+def test_the_stored_mixture_equals_the_mixture_with_biases(exchange):
     stored = getattr(stored_mixture, f"pairs_by_{exchange}")
     experts, floats = arrays()
 

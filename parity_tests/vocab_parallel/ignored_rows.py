@@ -1,4 +1,4 @@
-"""Draws with ignored ids, and masks of them. No JAX: ranks build cotangents by it."""
+"""Draws with ignored ids, and masks of these ids. Ranks import this for cotangents, so it loads no JAX."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Peak memory beside the logits: live tensors of forward and backward, in units of one rank's logits; and the bytes
 saved for backward, exactly.
 
-The first of two ranks has 64 MiB of logits, of which a block of rows, of one size whatever the logits', is a part;
-the second has next to none, for the sake of time.
+The first of two ranks has 64 MiB of logits, much more than a block of rows, whose size is fixed. The second rank has
+next to no logits, to save time.
 """
 
 import functools
@@ -52,7 +52,7 @@ def drawn(dtype, kind, columns):
     return normal.mul_({"flat": 1.0, "peaked": 8.0}[kind]).to(dtype)
 
 
-def of_rank(mesh, dtype, kind="flat"):
+def rank_arguments(mesh, dtype, kind="flat"):
     start, end = (0, COLUMNS) if mesh.rank("tp") == 0 else (COLUMNS, COLUMNS + OTHERS)
     logits = drawn(dtype, kind, end - start).clone().requires_grad_()
     target = torch.arange(logits.shape[1]).unsqueeze(0) * 7919 % (COLUMNS + OTHERS)
@@ -60,10 +60,10 @@ def of_rank(mesh, dtype, kind="flat"):
 
 
 def peaks(call, dtype, kind="flat"):
-    """(forward, backward) of the first rank, in units of its logits."""
+    """The first rank's peaks (forward, backward), in units of its logits."""
 
     def body(mesh, case):
-        rank = of_rank(mesh, dtype, kind)
+        rank = rank_arguments(mesh, dtype, kind)
         with LivePeak() as forward:
             result = call(rank)
         outputs = [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None and x.requires_grad]
@@ -126,7 +126,7 @@ def test_a_gradient_and_little_more(name, dtype):
 @pytest.mark.fast_values(1)
 @BOTH
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_next_to_nothing_in_place(with_entropy, dtype):
+def test_a_gradient_in_place_takes_next_to_nothing(with_entropy, dtype):
     forward, backward = peaks(partial(logprob, with_entropy=with_entropy, inplace_gradient=True), dtype)
     assert forward <= SHARE and backward <= SHARE
 
@@ -139,7 +139,7 @@ def test_a_softmax_and_little_more(f, dtype):
     assert 1.0 <= forward <= 1.0 + SHARE
 
 
-# Sums over the vocabulary take seconds at this size: each in both dtypes and of both kinds, not in their product.
+# Sums over the vocabulary take seconds at this size, so the last four do not combine every kind with every dtype.
 FILTERS = [
     *itertools.product([50], [1.0, 0.9], ["flat", "peaked"], DTYPES),
     *[(None, 0.95, "flat", torch.float32), (None, 0.95, "peaked", torch.bfloat16)],

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, made from docs/benchmarks.json: the promises, the missed ones, and the code beside them."""
+"""docs/benchmarks.md, made from docs/benchmarks.json: the promises, the missed ones, and the comparisons."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ cannot be judged by this run, which tries too little. [Injected bugs](injected-b
 alarms](false-alarms.md) have runs of all."""
 READING = """## How to read and repeat it
 
-Both sides of a ratio run in turn, so that the machine's load meets both; an absolute time is for this machine alone.
+Both sides of a ratio run in turn, so that the machine's load affects both; an absolute time is for this machine alone.
 A figure is a median; its spread, conditions and profile stand in [benchmarks.json](benchmarks.json). An error is a
 multiple of the [budget](concepts/tolerance-and-budget.md) that rounding has; above 1 it is a mistake.
 [Peers](peers.md) says what the other projects are for. `make bench` measures all figures, and `python -m
 parity_tests.evidence.benchmarks --only` one section, whose date then stands there."""
 PROMISES = "## What is promised, and against whom"
-OF_PROMISES = "A dash: the promise is an absolute number, and no other code is timed beside it."
+DASH = "A dash: the promise is an absolute number, and no other code is timed beside it."
 # The peer in a figure's name or promise.
 AGAINST = re.compile(r"(?:\bover|\btimes(?: faster than)?|% of the) ([A-Za-z].*?)(?:,|$)")
 CHART = "logprob, bfloat16"  # the rows of the chart
@@ -86,19 +86,20 @@ def text(run: Run) -> str:
         on=run.on,
     )
     sections = (
-        joined(f"## {section.title}", _measured_apart(section, run.on), *_tables(section)) for section in run.sections
+        joined(f"## {section.title}", _measured_separately(section, run.on), *_tables(section))
+        for section in run.sections
     )
     parts = (_chart(figures), _promises(run.sections), _missed(missed), READING, *sections)
     return joined(head, *parts, f"The run took {run.seconds:.0f} s.")
 
 
-def _measured_apart(section: Section, on: str) -> str:
-    """When and where a section was measured apart; machine and versions only where they differ from the run."""
+def _measured_separately(section: Section, on: str) -> str:
+    """When and where a section was measured separately; machine and versions only if they differ from the run's."""
     if not section.on:
         return ""
     (day, there), (_, here) = (each.split(": ", 1) for each in (section.on, on))
     (machine, load), of_run = there.rsplit(". ", 1), here.rsplit(". ", 1)[0]
-    return f"Measured apart, {day}: {'machine and versions as above' if machine == of_run else machine}. {load}"
+    return f"Measured separately, {day}: {'machine and versions as above' if machine == of_run else machine}. {load}"
 
 
 def _promises(sections: Sequence[Section]) -> str:
@@ -154,14 +155,14 @@ def _miss(figure: Figure) -> float:
 
 
 def _value(text: str) -> float:
-    """The first number, of a percentage as a part of 1."""
+    """The first number in the text; a percentage is divided by 100."""
     found = re.search(rf"({NUMBER})(%?)", text.replace(",", ""))
     return float(found[1]) / (100 if found[2] else 1) if found else math.nan
 
 
 @dataclass(frozen=True)
 class Arm:
-    """An implementation of one piece of work that several have: `group` is the work."""
+    """One of several implementations of the same work; `group` names the work."""
 
     group: str
     name: str
@@ -178,7 +179,7 @@ class Arm:
 
 
 def _arms(figures: Sequence[Figure]) -> list[Arm]:
-    """The figures that are one implementation's each: those with its CPU time."""
+    """The figures that measure a single implementation; they have its CPU time."""
     arms = [Arm(found["group"], found["name"], figure) for figure in figures if (found := ARM.match(figure.name))]
     return [arm for arm in arms if " ms CPU" in arm.figure.measured]
 
@@ -216,7 +217,7 @@ def _bar(part: float) -> str:
 
 
 def _conditions(figures: Sequence[Figure]) -> str:
-    """The clauses that the conditions of all figures begin with."""
+    """The clauses with which the conditions of all figures begin."""
     hows = [figure.how.split("; ") for figure in figures if figure.how]
     shared = [clauses[0] for clauses in zip(*hows, strict=False) if len(set(clauses)) == 1]
     return "; ".join(clause for clause in shared if clause != "median (least to greatest)")
@@ -225,11 +226,11 @@ def _conditions(figures: Sequence[Figure]) -> str:
 def _tables(section: Section) -> Iterator[str]:
     """First the figures, then for each piece of work its implementations; conditions that all share stand above."""
     arms = _arms(section.figures)
-    of_arms = [arm.figure for arm in arms]
-    yield from _table([figure for figure in section.figures if figure not in of_arms])
+    arm_figures = [arm.figure for arm in arms]
+    yield from _table([figure for figure in section.figures if figure not in arm_figures])
     for group in dict.fromkeys(arm.group for arm in arms):
-        of_group = [arm for arm in arms if arm.group == group]
-        yield f"**{group}**: {_conditions([arm.figure for arm in of_group])}."
+        group_arms = [arm for arm in arms if arm.group == group]
+        yield f"**{group}**: {_conditions([arm.figure for arm in group_arms])}."
         yield markdown_table(
             (
                 "implementation",
@@ -241,11 +242,11 @@ def _tables(section: Section) -> Iterator[str]:
                 "error, budgets",
                 "",
             ),
-            [_of_arm(arm) for arm in of_group],
+            [_arm_row(arm) for arm in group_arms],
         )
 
 
-def _of_arm(arm: Arm) -> tuple[str, ...]:
+def _arm_row(arm: Arm) -> tuple[str, ...]:
     collectives = arm.part(r"; (no collective|[^;]*), \d[\d,]* bytes per rank") or "not seen"
     return (
         arm.name,

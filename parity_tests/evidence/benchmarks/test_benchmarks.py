@@ -145,7 +145,7 @@ def test_a_section_measured_on_the_same_machine_does_not_repeat_it():
     run = Run("2026-01-01: a CPU; torch 2. Load: 1.0.", 7.0, ())
     for there, printed in (("a CPU; torch 2", "machine and versions as above"), ("a GPU; torch 3", "a GPU; torch 3")):
         page = text(with_section(run, Section("Times", FIGURES, f"2026-02-02: {there}. Load: 3.0.")))
-        assert f"\n\nMeasured apart, 2026-02-02: {printed}. Load: 3.0.\n\n" in page
+        assert f"\n\nMeasured separately, 2026-02-02: {printed}. Load: 3.0.\n\n" in page
 
 
 def test_each_implementation_has_a_bar_and_a_row():
@@ -187,10 +187,10 @@ def test_a_section_that_cannot_run_here_keeps_its_other_measurement():
     assert whole_run([here], "2026-01-04: here. Load: 1.0.", 8.0, measured) == Run(
         "2026-01-04: here. Load: 1.0.", 8.0, (there,)
     )
-    assert "## Kernels\n\nMeasured apart, 2026-01-02: there. Load: 1.0.\n\nOnce.\n" in text(measured)
+    assert "## Kernels\n\nMeasured separately, 2026-01-02: there. Load: 1.0.\n\nOnce.\n" in text(measured)
 
 
-def test_a_section_is_measured_apart():
+def test_a_section_is_measured_separately():
     run = Run("2026-01-01: here. Load: 1.0.", 7.0, (Section("Times", FIGURES), Section("Peers", ARMS)))
     later = Section("Times", ARMS, "2026-02-02: there. Load: 1.0.")
     assert with_section(run, later).sections == (later, run.sections[1])

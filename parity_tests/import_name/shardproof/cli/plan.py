@@ -1,4 +1,4 @@
-"""`shardproof plan`: a model without memory, and the effect of sharding it over a mesh of any size."""
+"""`shardproof plan`: what sharding a model over a mesh of any size would do; its weights take no memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FORMS = (
 )
 TENSOR = ("tp", "tensor_parallel")
 NOT_PLANNED = {  # mesh axes that a dry run does not count
-    "pp": "pp parts the model into stages; leave it out, or plan one stage, as a factory in file.py:function",
-    "ep_shard": "ep_shard is an axis of another mesh, and experts are sharded over dp_shard beside ep; write that",
+    "pp": "pp divides the model into stages; leave it out, or plan one stage, as a factory in file.py:function",
+    "ep_shard": "ep_shard is an axis of another mesh; write dp_shard, which shards the experts beside ep",
 }
 
 
@@ -81,15 +81,15 @@ def model_of(target: str, changes: Mapping[str, Any]) -> torch.nn.Module:
         if colon and file.endswith(".py"):
             model = _factory(Path(file), factory)(**changes)
         elif target.endswith(".py"):
-            raise UnusableTarget(f"{target}: which function of it makes the model? Write {target}:make_model")
+            raise UnusableTarget(f"{target}: which function in it makes the model? Write {target}:make_model")
         else:
-            model = _of_config(target, changes)
+            model = _configured_model(target, changes)
     if not isinstance(model, torch.nn.Module):
         raise UnusableTarget(f"{target}: gives a {type(model).__name__}; it must give a torch.nn.Module")
     return model
 
 
-def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
+def _configured_model(target: str, changes: Mapping[str, Any]) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

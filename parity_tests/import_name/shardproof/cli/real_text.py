@@ -1,4 +1,4 @@
-"""A case from real text, byte by byte, and the bigram model of its own counts.
+"""A case from real text: its bytes, and a bigram model that counts the pairs of bytes in the same text.
 
 The text is the language reference that every CPython contains. Row i of the logits holds the log counts of each byte
 after byte i of the passage: peaked rows with ties, and -inf for pairs that never occur. The targets are the actual next
