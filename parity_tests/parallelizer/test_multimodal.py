@@ -1,4 +1,4 @@
-"""FSDP2 and recomputation of models with a vision part, which is frozen and runs on ranks with images alone."""
+"""FSDP2 and recomputation of models with a frozen vision part, which runs only on ranks with images."""
 
 import jax.numpy as jnp
 import pytest
@@ -19,7 +19,7 @@ from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 
 class Net(nn.Module):
-    """A language model of two layers; rows with an image get the output of the vision part's two layers besides."""
+    """A language model of two layers, which adds the output of two vision layers to rows with an image."""
 
     def __init__(self, d, dtype=torch.float32):
         super().__init__()
@@ -88,14 +88,14 @@ def test_parity(engine):
     check_cases(step_with_images_on_some_ranks, 12 if engine == "lockstep" else 3, engine=engine)
 
 
-def units_of(net, mesh):
+def unit_names(net, mesh):
     fsdp2_strategy_parallelize(net, mesh.device_mesh)
     return [name for name, module in net.named_modules() if isinstance(module, FSDPModule)]
 
 
 def test_a_part_that_is_trained_has_units():
     def body(mesh, case):
-        return units_of(Net(2), mesh), units_of(Net(2).requires_grad_(True), mesh)
+        return unit_names(Net(2), mesh), unit_names(Net(2).requires_grad_(True), mesh)
 
     language = ["", "language.layers.0", "language.layers.1"]
     both = ["", "visual.layers.0", "visual.layers.1", *language[1:]]

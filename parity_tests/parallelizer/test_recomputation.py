@@ -23,7 +23,7 @@ def save_nothing(context, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-# Of each scope: the options, each how many-th block is recomputed, and whether its product is computed again.
+# Name -> (options, the step between recomputed blocks (None: none is), whether their products are computed again).
 SCOPES = {
     "none": ({}, None, False),
     "full": ({"activation_checkpointing": "full"}, 1, True),
@@ -57,7 +57,7 @@ class Cosine(nn.Module):
 
 
 class Block(nn.Module):
-    """A product, by one of the names that attention has, and the rest; of one block the product is frozen."""
+    """A product under one of attention's names, and an MLP. In one block the product is frozen."""
 
     def __init__(self, number):
         super().__init__()
@@ -99,11 +99,11 @@ def expected_work(scope, shares_keys, forward, backward):
     """The operations of a step, whether keys are cached, and the blocks that each block gathers ahead."""
     _, every, is_product_again = SCOPES[scope]
     again = 0 if every is None else len(range(0, BLOCKS, every))
-    # 1. Backward takes the weight's gradient of every block but one, and the input's of all but the first.
+    # 1. Backward computes the weight's gradient in all blocks but the frozen one, the input's in all but the first.
     products = BLOCKS + (BLOCKS - 1) + (BLOCKS - 1)
     # Attention is not recomputed where layers share keys.
     products += 0 if shares_keys else again * is_product_again
-    # 2. A block gathers those behind it in forward, those before it in backward.
+    # 2. A block gathers the next blocks in forward, and the previous blocks in backward.
     places = range(BLOCKS)
     return {
         # The second cosine of a block is the last result that backward needs from it, so it is not computed again.

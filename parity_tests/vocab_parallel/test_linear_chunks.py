@@ -107,7 +107,7 @@ def test_logits_that_take_no_more_than_the_weight_are_not_computed_again(s, b, d
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_second_backward_computes_saved_logits_again(frozen):
-    """The first backward overwrites them."""
+    """The first backward overwrites the saved logits."""
 
     def body(mesh, case):
         leaves = list(tensors(3, 2, 7, 8, torch.float64))
@@ -139,7 +139,7 @@ def test_a_frozen_weight_or_frozen_states_make_no_buffer():
     assert on_ranks(body) == ((True, False, True),) * 2
 
 
-def test_frozen_states_need_no_collective_back():
+def test_frozen_states_need_no_collective_in_backward():
     def body(mesh, case):
         hidden, weight, target = tensors(6, 2, 7, 5)
         scores(mesh, hidden.detach(), weight, target, 2).sum().backward()

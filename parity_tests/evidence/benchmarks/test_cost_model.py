@@ -14,7 +14,7 @@ def test_the_fit_meets_the_two_ends():
 def test_the_table_has_the_ratio_of_measured_to_model():
     lines = measured.table(TIMES, 2).splitlines()
     assert [line.split()[0] for line in lines] == ["op", "send", "send", "all_reduce", "all_reduce"]
-    # two steps of half of the bytes: as long as a message of all, and the latency of one more
+    # An all_reduce takes two steps of half of the bytes: the time of one full message, and one more latency.
     assert [line.split()[4] for line in lines[1:]] == ["1.00", "1.00", "2.40", "3.00"]
 
 

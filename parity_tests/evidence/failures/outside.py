@@ -1,4 +1,4 @@
-"""Kinds of failure outside the ranks, of a scheme's reference, draw or condition: their sentence names a line alone."""
+"""Kinds of failure outside the ranks, in a scheme's reference, draw or condition: the sentence names only a line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS: list[int] = []
 
 
 def declared(name: str, **how: Any) -> Any:
-    """A scheme that is right but for what `how` declares."""
+    """A scheme that is right except for the part that `how` declares."""
 
     def doubled(mesh: Any, x: Any) -> Any:
         return 2 * x

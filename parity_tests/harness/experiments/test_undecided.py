@@ -70,7 +70,7 @@ def test_equal_numbers_are_a_tie_wherever_they_were_drawn(value, seed):
     assert verify_or_undecided(declaration, case).undecided_reason in (None, TIE)
 
 
-def of_one(function, reference, *kinds, full_rows=False, **more):
+def scheme_on_one_rank(function, reference, *kinds, full_rows=False, **more):
     return scheme(
         reference=reference, mesh={"tp": (1,)}, inputs={"x": "b v tp=I"}, outputs="b v tp=I", dtypes=("float32",),
         draw={"x": values(*kinds, full_rows=full_rows)}, **more,
@@ -78,11 +78,11 @@ def of_one(function, reference, *kinds, full_rows=False, **more):
 
 
 def test_a_single_zero_is_a_tie_with_the_zero_of_a_relu():
-    """At 0 the derivative of a maximum with 0 is a half in JAX, and 0 in torch; its weight alone is 0."""
-    relu = of_one(lambda x: torch.relu(x), lambda x: jnp.maximum(x, 0.0), "normal", "zeros")
+    """At 0 the derivative of a maximum with 0 is one half in JAX, and 0 in torch."""
+    relu = scheme_on_one_rank(lambda x: torch.relu(x), lambda x: jnp.maximum(x, 0.0), "normal", "zeros")
     zero = relu.case(b=1, v=1).replace(values={"x": {"kind": "zeros"}})
     assert verify_or_undecided(relu, zero).undecided_reason == CHOICE
-    size = of_one(absolute(3.0), jax_absolute, "normal", "zeros")
+    size = scheme_on_one_rank(absolute(3.0), jax_absolute, "normal", "zeros")
     assert verify_or_undecided(size, zero.replace(scheme=size.key)).verdict == "mismatch"
 
 
@@ -107,9 +107,9 @@ def jax_absolute(x):
     return jnp.abs(x)
 
 
-def test_where_the_reference_has_no_finite_gradient_there_is_no_right_one():
+def test_without_a_finite_gradient_of_the_reference_the_case_is_undecided():
     """Torch has NaN at 0, JAX an infinity."""
-    root = of_one(lambda x: x.abs().sqrt(), lambda x: jnp.sqrt(jnp.abs(x)), "normal", "zeros")
+    root = scheme_on_one_rank(lambda x: x.abs().sqrt(), lambda x: jnp.sqrt(jnp.abs(x)), "normal", "zeros")
     case = root.case(b=2, v=3).replace(values={"x": {"kind": "zeros"}})
     assert verify_or_undecided(root, case).undecided_reason == NO_FINITE_GRADIENT
     assert verify_or_undecided(root, case.replace(values={"x": {"kind": "normal"}})).ok
@@ -117,10 +117,10 @@ def test_where_the_reference_has_no_finite_gradient_there_is_no_right_one():
 
 @pytest.mark.parametrize("gradient", [1e30, float("nan"), float("inf")])
 def test_a_gradient_at_zeros_outside_the_range_is_a_mismatch(gradient):
-    """At 0 the gradient of |x| is anything from -1 to 1; the gradient of sqrt |x| is any value at neighbours of 0."""
-    size = of_one(absolute(gradient), jax_absolute, "zeros")
+    """At 0 the gradient of |x| is any number from -1 to 1; near 0 sqrt |x| has large gradients of both signs."""
+    size = scheme_on_one_rank(absolute(gradient), jax_absolute, "zeros")
     assert verify_or_undecided(size, size.case(b=2, v=3)).verdict == "mismatch"
-    root = of_one(
+    root = scheme_on_one_rank(
         lambda x: WithGradient.apply(x, x.detach().abs().sqrt(), gradient), lambda x: jnp.sqrt(jnp.abs(x)), "zeros"
     )
     expected = "mismatch" if gradient == 1e30 else "undecided" if gradient != gradient else "equal"
@@ -137,7 +137,7 @@ def test_infinities_excuse_no_output_and_no_gradient_that_is_nan():
         lambda x: WithGradient.apply(x, x.exp(), torch.where(x.isinf(), 1.0, x.exp())),
     )
     for function in (torch.exp, *wrong):
-        declaration = of_one(function, reference, *kinds, full_rows=True)
+        declaration = scheme_on_one_rank(function, reference, *kinds, full_rows=True)
         case = declaration.case(b=3, v=4, seed=1).replace(values={"x": {"kind": "neg_inf_mask"}})
         assert verify_or_undecided(declaration, case).verdict == ("equal" if function is torch.exp else "mismatch")
 
@@ -148,10 +148,10 @@ def centred(x, xp):
 
 def test_the_gradient_of_a_nan_output_is_not_judged():
     """At NaN, torch's relu passes the cotangent and JAX's does not. The other rows are judged."""
-    declaration = of_one(
+    declaration = scheme_on_one_rank(
         lambda x: torch.relu(centred(x, torch)), lambda x: jax.nn.relu(centred(x, jnp)), "normal", "neg_inf_mask"
     )
-    wrong = of_one(
+    wrong = scheme_on_one_rank(
         lambda x: torch.relu(centred(WithGradient.apply(x, x, 1.5), torch)),
         lambda x: jax.nn.relu(centred(x, jnp)), "normal", "neg_inf_mask",
     )  # fmt: skip
@@ -188,11 +188,11 @@ def test_a_hint_names_the_values_that_would_avoid_the_point():
     report = greatest(kinds=("ties",)).verify(examples=8, b=8)
     hint = "equal with normal values, drawn for it: x ties; if they never occur, declare draw={'x': values('normal')}"
     assert report.verdict == "undecided" and f"  {hint}" in str(report).splitlines()
-    at_zeros = of_one(absolute(3.0), jax_absolute, "normal", "zeros")
+    at_zeros = scheme_on_one_rank(absolute(3.0), jax_absolute, "normal", "zeros")
     report = at_zeros.verify(examples=40)
     assert report.verdict == "mismatch" and report.values_to_avoid == ("x",), str(report)
     assert "values('normal')}" in str(report)
-    everywhere = of_one(lambda x: x.abs() * 2, jax_absolute, "zeros", "ones").verify(examples=4)
+    everywhere = scheme_on_one_rank(lambda x: x.abs() * 2, jax_absolute, "zeros", "ones").verify(examples=4)
     assert everywhere.verdict == "mismatch" and "values('normal')" not in str(everywhere)
 
 
@@ -246,7 +246,7 @@ def test_a_mistake_at_zeros_is_no_tie():
     ids=["one added where x is 0", "sign of rows of equal numbers", "no gradient where x is 0"],
 )
 def test_a_mistake_at_equal_numbers_is_a_mismatch_in_each_example(mistake):
-    """Equal numbers may move by the rounding of others, and products with them, but not as far as these errors."""
+    """Equal numbers, and products with them, may move by the rounding of other numbers, but less than these errors."""
     declaration = scheme(
         reference=lambda x, w: x * w, mesh={"tp": (1,)}, inputs={"x": "b v tp=I", "w": "b v tp=I"},
         outputs="b v tp=I", draw={"x": values("zeros", "ties", "ones")}, dtypes=("float32",),
@@ -265,7 +265,7 @@ def test_a_mistake_at_equal_numbers_is_a_mismatch_in_each_example(mistake):
 def mixture(scale=1.0):
     """Each token times the weight of the expert that its logits choose; the logits are stored in bfloat16."""
 
-    def of_ranks(mesh, x, router, weight):
+    def sharded_mixture(mesh, x, router, weight):
         chosen = (x @ router).argmax(-1)
         return (x.float() * weight.float()[chosen][:, None] * scale).to(x.dtype)
 
@@ -276,7 +276,7 @@ def mixture(scale=1.0):
         reference=reference, mesh={"tp": (1,)}, inputs={"x": "b d tp=I", "router": "d e tp=I", "weight": "e tp=I"},
         outputs="b d tp=I", dims={"b": (64,), "d": (16,), "e": (8,)}, dtypes=("bfloat16",), nograd=("router",),
         draw={name: values("normal") for name in ("x", "router", "weight")}, roundings=2,
-    )(of_ranks)  # fmt: skip
+    )(sharded_mixture)  # fmt: skip
 
 
 @pytest.mark.slow

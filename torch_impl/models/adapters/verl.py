@@ -53,8 +53,8 @@ def agg_loss(
     """This micro-batch's share of a step's loss, for gradients that are averaged over `dp_size` ranks afterwards.
 
     A token counts where `loss_mask` is not 0, and a sequence counts if it has such a token. Losses under the mask are
-    not read and may be NaN. On one rank the counts may be left out: they are the micro-batch's own, which is the full
-    step only without accumulation. In float32 or wider.
+    not read and may be NaN. On one rank the counts may be left out: then the micro-batch is counted, so that it must be
+    the full step. In float32 or wider.
 
     Unlike verl's, `seq-mean-token-sum-norm` needs `loss_scale_factor`: the width of a padded micro-batch depends on
     the other sequences in it. `loss_divisors` counts over the ranks by itself.
@@ -80,7 +80,7 @@ def agg_loss(
 
 
 def _count(name: str, given: int | Tensor | None, own: Tensor, dp_size: int) -> int | Tensor:
-    """The count of the step; without one the micro-batch's own, on one rank."""
+    """The count that was given, else the micro-batch's `own` count, on one rank only."""
     if given is None and dp_size > 1:
         raise Rejected(f"dp_size={dp_size} needs {name}; pass the count of all ranks")
     return own if given is None else given
