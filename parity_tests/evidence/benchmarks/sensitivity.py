@@ -43,7 +43,7 @@ def _tried() -> list[Declared]:
 
 
 def in_one_rank() -> Figure:
-    """Let one rank of several see its logits off by a relative error of so many unit roundoffs of float32."""
+    """Change the logits of one rank by a relative error of 1, 2, 4, ... unit roundoffs of float32."""
     scheme = _tried()[0]
     cases = [
         draw_case(scheme, seeded_chooser(seed), {"tp": 2 + seed % 3}, dtype="float32", seed=seed)
@@ -78,7 +78,7 @@ def _off_on_one_rank(fn: Callable[..., Any], error: float) -> Callable[..., Any]
 
 
 def in_one_element() -> Figure:
-    """Add an error of so many budgets to one element of a healthy scheme's result."""
+    """Add an error of 0.5, 1, 1.5, ... budgets to one element of a healthy scheme's result."""
     tried = _tried()
     caught: Counter[float] = Counter()
     relative: list[float] = []

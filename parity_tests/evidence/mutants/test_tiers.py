@@ -29,7 +29,7 @@ def test_an_injected_bug_is_a_change_of_its_file(bug):
 
 @pytest.fixture
 def judged(monkeypatch):
-    """The journal's record of a bug that these tests catch, and the tests that were run, by their profile."""
+    """(a function: tests that catch the bug -> its verdict, the list of test runs as (profile, *tests))."""
     runs = []
 
     def record(*catching, capped=False):

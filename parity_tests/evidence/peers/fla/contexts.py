@@ -11,7 +11,7 @@ from fla.ops.cp.context import build_cp_context
 
 from shardproof import offsets, scheme, values
 
-# `x` only says how long the stream is; what is compared are positions.
+# `x` only says how long the stream is; the compared outputs are positions.
 STREAM = dict(
     mesh={"cp": (1, 2, 4)},
     nograd=("x",),
@@ -28,7 +28,7 @@ def positions(x: Any, cu: Any) -> Any:
 
 
 def _positions(borders: torch.Tensor, before: int, length: int) -> torch.Tensor:
-    """The same of this rank's tokens, the first sequence of which has `before` tokens on other ranks."""
+    """The positions of this rank's tokens; its first sequence has `before` tokens on other ranks."""
     token = torch.arange(length)
     start = borders[torch.searchsorted(borders, token, right=True) - 1]
     return (token - start + torch.where(start == 0, before, 0)).float()
@@ -70,22 +70,22 @@ ROWS = dict(
 )
 
 
-def _of_the_rank_before(x: Any, mesh: Any) -> Any:
+def _shift_to_next_rank(x: Any, mesh: Any) -> Any:
     rows = x.shape[0] // mesh["cp"]
     return jnp.concatenate([jnp.zeros_like(x[:rows]), x[:-rows]])
 
 
-def _of_the_rank_after(x: Any, mesh: Any) -> Any:
+def _shift_to_previous_rank(x: Any, mesh: Any) -> Any:
     rows = x.shape[0] // mesh["cp"]
     return jnp.concatenate([x[rows:], jnp.zeros_like(x[:rows])])
 
 
-@scheme(reference=_of_the_rank_before, **ROWS)
+@scheme(reference=_shift_to_next_rank, **ROWS)
 def rows_of_the_rank_before(mesh: Any, x: torch.Tensor) -> torch.Tensor:
     return comm.conv_cp_send_recv_fwd(x.contiguous(), mesh["cp"])
 
 
-@scheme(reference=_of_the_rank_after, **ROWS)
+@scheme(reference=_shift_to_previous_rank, **ROWS)
 def rows_of_the_rank_after(mesh: Any, x: torch.Tensor) -> torch.Tensor:
     return comm.conv_cp_send_recv_bwd(x.contiguous(), mesh["cp"])
 

@@ -29,8 +29,8 @@ class _Layer(nn.Module):
         return F.linear(x, self.weight)
 
 
-def divided(mesh: Any, x: torch.Tensor, weight: torch.Tensor, as_sums: bool, reduced_in: torch.dtype) -> torch.Tensor:
-    """The gradient of the sum of what a layer makes of all rows, over FACTOR."""
+def gradient(mesh: Any, x: torch.Tensor, weight: torch.Tensor, as_sums: bool, reduced_in: torch.dtype) -> torch.Tensor:
+    """The gradient of the sum of a layer's outputs over all rows, divided by FACTOR."""
     layer = fully_shard(
         _Layer(weight), mesh=mesh.device_mesh["edp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced_in)
     )
@@ -55,14 +55,14 @@ STEP = dict(
 
 @scheme(mesh={"edp": (2, 4)}, **STEP)
 def divided_as_sums(mesh: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return divided(mesh, x, weight, True, torch.float32)
+    return gradient(mesh, x, weight, True, torch.float32)
 
 
 @scheme(mesh={"edp": (1,)}, **STEP)
 def divided_as_sums_on_a_mesh_of_one(mesh: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return divided(mesh, x, weight, True, torch.float32)
+    return gradient(mesh, x, weight, True, torch.float32)
 
 
 @scheme(mesh={"edp": (1,)}, **STEP)
 def divided_on_a_mesh_of_one(mesh: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return divided(mesh, x, weight, False, torch.float32)
+    return gradient(mesh, x, weight, False, torch.float32)

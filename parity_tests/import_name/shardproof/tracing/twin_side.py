@@ -114,7 +114,7 @@ class _Rounding:
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
-        """Round every module's output, and the part of it that a recorder sees."""
+        """Round every module's output; a recorder that is registered later sees the rounded output."""
         with _hooks(each.register_forward_hook(self._leaving) for each in module.modules()):
             yield
 
