@@ -58,7 +58,7 @@ def hops_of_a_ring(op, n):
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_bytes_of_a_ring_add_up_its_hops(op, n):
+def test_bytes_of_a_ring_are_the_sum_over_its_hops(op, n):
     """A block is the whole input for a gather, and an n-th of the input for other ops."""
     size = 840
     block = Fraction(size) if op == "all_gather" else Fraction(size, n)
@@ -67,7 +67,7 @@ def test_bytes_of_a_ring_add_up_its_hops(op, n):
     assert moved.between == 0
 
 
-def test_bytes_of_an_all_to_all_add_up_its_peers():
+def test_bytes_of_an_all_to_all_are_the_sum_over_its_peers():
     hosts = [rank // 4 for rank in range(6)]  # four and two ranks: one of the two sends most between hosts
     size, to_each = 600, 100
     sent = [sum(to_each for other in hosts if other != host) for host in hosts]

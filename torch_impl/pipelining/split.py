@@ -51,7 +51,7 @@ def split_model_into_stages(
     it has the embedding, else hidden states; it returns logits if it has the head, else hidden states.
 
     A parameter that two stages share becomes two, listed in `stage.tied_copies`; schedules of
-    `build_pipeline_schedule` sum their gradients, so that they stay equal. A norm of all gradients counts them once.
+    `build_pipeline_schedule` sum their gradients, so they stay equal. A norm of the gradients must count one of them.
 
     Cost:   none between ranks; only parameters that two stages of this rank share are copied.
     Errors: TypeError for a wrong type; ValueError for an axis that the mesh lacks, stages that the schedule or the
@@ -145,7 +145,7 @@ def _placement(placement: list[int] | None, count: int, ranks: int, rule: Rule |
         if len(placement) != count:
             raise Rejected(
                 f"module_names_per_stage has {count} stages, pipeline_parallel_schedule_csv "
-                f"{len(placement)}; pass as many"
+                f"{len(placement)}; pass equal numbers"
             )
         return placement
     if count % ranks:

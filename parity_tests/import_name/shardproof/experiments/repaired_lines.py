@@ -65,18 +65,18 @@ def name_lines(
         if FORWARD_EQUAL in by_label[label]:  # no line is named
             by_label[label] = _with_cut(by_label[label], cuts)
     outputs = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
-    for label, note in _swapped_reductions(scheme, report, other_reports, outputs).items():
+    for label, note in _reduction_notes(scheme, report, other_reports, outputs).items():
         by_label[label] = (*(other for other in by_label[label] if not other.startswith(NO_PATTERN)), note)
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
         for label, site in _read_too_early(scheme, report).items():
-            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; {READ_TOO_EARLY}: {site}", [site])
+            by_label[label] = _extend(by_label[label], NOT_FINITE, f"; {READ_TOO_EARLY}: {site}", [site])
     return by_label
 
 
 def name_missing_sums(
     scheme: Declared, report: Report, other_reports: Sequence[Report], notes: Notes
 ) -> dict[str, tuple[Note, ...]]:
-    """The notes, with the lines that lack a sum, if no note says more of a gradient than that its copies differ.
+    """The notes, with the lines that lack a sum, if all other notes on the gradients say only that copies differ.
 
     A shard of a gradient has no copies: a norm over all shards may lack its sum where it scales this one.
     """
@@ -93,7 +93,7 @@ def name_missing_sums(
         if place_of_label.keys() >= set(gradients):
             for label, place in place_of_label.items():
                 words = _words_of_sum(place, None, f"a sum over {axis}")
-                by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
+                by_label[label] = _extend(by_label[label], FORWARD_EQUAL, f": {words}")
             return by_label
     return by_label
 
@@ -123,7 +123,7 @@ def _words_of_lines(
 
 
 def _with_cut(notes: Sequence[Note], cuts: Mapping[CallSite, LedgerRow]) -> tuple[Note, ...]:
-    """The notes with the collective that has no derivative, the first note unless another names a mesh axis.
+    """The notes with the collective that has no derivative. It comes first, after notes that name a mesh axis.
 
     A plain all_reduce of a sum is named only if nothing else is: where its result has type I, identity is right.
     """
@@ -163,7 +163,7 @@ def _words_of_sum(place: str, share: str | None, lacking: str) -> str:
     return f"{place} gives 1/{share} of the sum" if share else f"{place} lacks {lacking}"
 
 
-def _extended(notes: Iterable[Note], start: str, words: str, sites: Sequence[CallSite] = ()) -> tuple[Note, ...]:
+def _extend(notes: Iterable[Note], start: str, words: str, sites: Sequence[CallSite] = ()) -> tuple[Note, ...]:
     return tuple(note.extended(words, sites) if note.startswith(start) else note for note in notes)
 
 
@@ -182,10 +182,10 @@ def _fails_on_one_rank(scheme: Declared, report: Report, labels: Sequence[str]) 
     return on_one_rank is not None and on_one_rank.failure is None and any(x in on_one_rank.notes for x in labels)
 
 
-def _that_make_right(
+def _successful_repairs(
     scheme: Declared, report: Report, labels: Sequence[str], repairs: Sequence[Repair], *, entirely: bool = False
 ) -> dict[str, Repair]:
-    """For each tensor, the repair that makes it right and no other tensor wrong; `entirely`, that makes all right."""
+    """For each tensor, a repair that makes it right and no other tensor wrong; if `entirely`, all tensors right."""
     wrong = {tensor.label for tensor in report.tensors if not tensor.ok}
     repair_of_label: dict[str, Repair] = {}
     for repair in repairs[:MAX_REPAIRS]:
@@ -199,7 +199,7 @@ def _that_make_right(
     return {label: repair for label, repair in repair_of_label.items() if label in labels}
 
 
-def _swapped_reductions(
+def _reduction_notes(
     scheme: Declared, report: Report, other_reports: Sequence[Report], labels: Sequence[str]
 ) -> dict[str, Note]:
     """For each wrong output, a note on the reduction that makes it right as a mean, or as a sum, in every failing case.
@@ -220,7 +220,7 @@ def _swapped_reductions(
     for label in labels:
         in_question = repairs
         for other in (other for other in failing if label in other.notes):
-            repair = _that_make_right(scheme, other, [label], in_question, entirely=True).get(label)
+            repair = _successful_repairs(scheme, other, [label], in_question, entirely=True).get(label)
             in_question = [] if repair is None else [repair]
         for repair in in_question[:1]:
             if not _is_right_elsewhere(scheme, report.case, label, repair):

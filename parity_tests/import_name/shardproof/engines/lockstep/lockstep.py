@@ -195,7 +195,7 @@ class Session:
         """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled.
 
         A rank inside torch.compile may take longer. If a rank holds the interpreter in native code, this thread does
-        not come to that: the parent of a command, which no longer sees a beat, then ends the process.
+        not run: then the parent of a command sees no more beats, and ends the process.
         """
         moves, moved, since, is_compiling = -1, 0.0, 0.0, False
         last_seen.beat(quiet_s)
@@ -232,7 +232,7 @@ class Session:
         while self._example(rank):
             pass
         try:
-            if world.is_installed():  # else this rank comes back after the run, and c10d's names are the process's own
+            if world.is_installed():  # else the run is over, and c10d's names belong to the process again
                 self._exchange.drop(rank)
                 c_api._unregister_all_process_groups()
         finally:
