@@ -106,7 +106,7 @@ def attention_to_a_halo(mesh, q, k, v, causal, window, exchange):
 
 
 def shares(size, world):
-    """None for the first rank, and for each other as much again."""
+    """Rank r has r times the rows of rank 1, so that rank 0 has none."""
     return [size * rank * 2 // (world * (world - 1)) for rank in range(world)] if world > 1 else [size]
 
 
@@ -158,7 +158,7 @@ LONG = {**IN_ORDER, "mesh": {"cp": (2,)}, "dims": {**IN_ORDER["dims"], "b": (1,)
 )
 @pytest.mark.cases(6)
 def attention_of_runs_of_queries(mesh, q, k, v, causal, window, exchange):
-    """More rows of a rank than a window takes together, or one triangle has."""
+    """A rank has more rows than one run of queries under a window, and more than one triangle."""
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
     )

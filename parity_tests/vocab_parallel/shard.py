@@ -1,4 +1,4 @@
-"""A rank's shard of the logits: which ids of the vocabulary it owns, and the DTensor that it is a part of."""
+"""A rank's shard of the logits: the ids of the vocabulary that it owns, and the DTensor of all ranks' shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group_of_several(mesh: MeshView, axis: str) -> ProcessGroup | None:
 
 
 def wants_no_gradient() -> bool:
-    """Whether the scheme is called without gradients, of which it tells the function by `inference_only`."""
+    """Whether the scheme is called without gradients: the value that it passes as `inference_only`."""
     return not torch.is_grad_enabled()
 
 
@@ -34,6 +34,6 @@ def dtensor_of_shards(mesh: MeshView, logits: Tensor, s: int, v: int) -> DTensor
 
 
 def ceil(size: int, world: int) -> list[np.ndarray]:
-    """DTensor's blocks."""
+    """The blocks of DTensor's ceil rule."""
     block = -(-size // world)
     return [np.arange(size)[rank * block : (rank + 1) * block] for rank in range(world)]

@@ -41,7 +41,7 @@ def as_dtensor(mesh, placements, shape=(2, 16, 16)):
     return DTensor.from_local(LOGITS, mesh.device_mesh, placements, run_check=False, shape=shape, stride=(1, 1, 1))
 
 
-def of_cp_alone(mesh):
+def logits_without_tp(mesh):
     """Logits of a mesh that has cp and no tp."""
     return DTensor.from_local(LOGITS, mesh.device_mesh["cp"], [Shard(1)], run_check=False)
 
@@ -55,7 +55,7 @@ BLOCKS = "must be at least 1, or None for automatic blocks"
 WIDE = "vocab range [0, 16) has 16 ids but vocab_parallel_logits has 8 columns"
 
 REJECTED = [
-    # E1: a group that is none
+    # E1: an argument that is not a group
     (TypeError, lambda m: gather(None), f"{GATHER}: tp_group is None; {HINT}"),
     (TypeError, lambda m: entropy(None), f"{ENTROPY}: tp_group is None; {HINT}"),
     (TypeError, lambda m: cross_entropy(None), f"{CROSS}: group is None; {HINT}"),
@@ -191,7 +191,7 @@ REJECTED = [
         lambda m: distillation(student=as_dtensor(m, [Shard(1), Shard(2)], (2, 15, 16))),
         f"{DISTILLATION}: s=15 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 16",
     ),
-    # their own
+    # E7: errors of a single function
     (ValueError, lambda m: topk(m["tp"], -1), f"{TOPK}: k=-1 must be at least 0"),
     (
         ValueError,
@@ -225,7 +225,7 @@ REJECTED = [
     ),
     (
         ValueError,
-        lambda m: distillation(student=of_cp_alone(m)),
+        lambda m: distillation(student=logits_without_tp(m)),
         f"{DISTILLATION}: student_logits has no mesh dim 'tp' (mesh dims: cp); name the one that shards the "
         "vocabulary 'tp'",
     ),
@@ -242,7 +242,7 @@ def test_a_rank_without_its_group():
         distillation(1, None)
 
 
-test_a_rank_that_is_not_the_groups = rejected(
+test_a_rank_that_is_not_this_rank_of_the_group = rejected(
     {"tp": 2},
     [
         (
@@ -286,7 +286,7 @@ test_a_dtensor_in_place_of_a_plain_tensor_is_rejected = rejected(
 )
 
 
-def next_tokens_of_ids_as_dtensor(mesh):
+def next_tokens_with_dtensor_ids(mesh):
     ids = DTensor.from_local(IDS[..., 0], mesh.device_mesh, [Replicate(), Replicate()], run_check=False)
     return vp.get_next_token_logprobs_from_logits(ids, LOGITS, None, mesh.rank("tp"), mesh["tp"])
 
@@ -296,7 +296,7 @@ test_ids_of_plain_logits_are_plain = rejected(
     [
         (
             "input_ids",
-            next_tokens_of_ids_as_dtensor,
+            next_tokens_with_dtensor_ids,
             "vocab_parallel.get_next_token_logprobs_from_logits: input_ids is a DTensor; pass input_ids.to_local()",
             TypeError,
         )

@@ -1,7 +1,7 @@
-"""Calls of the gallery with tensors that are not contiguous: some functions hand theirs to a backend as it is.
+"""Tensors that are not contiguous, in the gallery: some functions pass them to a backend unchanged.
 
-NCCL rejects such a tensor, and gloo's result for it is a finding of its own. Schemes of these functions are called
-with contiguous tensors; others beside them show the result for a transposed one.
+NCCL rejects such a tensor, and gloo's result for it is a separate finding. Schemes of these functions are called with
+contiguous tensors; other schemes show the result for a transposed tensor.
 """
 
 from __future__ import annotations

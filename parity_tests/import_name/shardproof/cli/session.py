@@ -109,7 +109,7 @@ def verify(
             if declarations is None and supervised.is_over:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
-        _publish_what_is_judged(outcome, options, paths)
+        _publish_after_interrupt(outcome, options, paths)
         raise
     outcome.reports = [_with_path_as_given(report, options.replay_dir or "") for report in outcome.reports]
     judged(outcome)
@@ -125,7 +125,7 @@ def verify(
     return outcome.status
 
 
-def _publish_what_is_judged(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
+def _publish_after_interrupt(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str | None]) -> None:
     """After an interrupt: print the reports and write all files, with the status of a command that has not ended."""
     with uninterrupted():
         outcome.ended_by = signals.asked or signal.SIGINT
@@ -144,7 +144,7 @@ def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str |
     """Write all files and print the reports; if a file cannot be written, write the others. Errors: OSError."""
     console = Console(stderr="-" in paths.values())
     try:  # files first: a reader of standard output may take nothing for ever
-        with uninterrupted():  # one file would be new and another of an earlier command
+        with uninterrupted():  # an interrupt in between would leave one new file beside an earlier command's
             _write_files(outcome, paths)
     finally:
         if not outcome.is_one_unusable_scheme:
@@ -154,10 +154,10 @@ def _publish(outcome: Outcome, options: VerifyOptions, paths: Mapping[str, str |
 
 
 def _replace_earlier(targets: Sequence[str], paths: Mapping[str, str | None]) -> None:
-    """Where a file of an earlier command is, write that this one has not ended: a SIGKILL leaves time for no other."""
+    """Overwrite files of an earlier command: they say that this one has not ended, in case a SIGKILL ends it."""
     unfinished = Outcome(ended_by=signal.SIGKILL)
     unfinished.reject(" ".join(targets) or "all schemes", NOT_ENDED)
-    with contextlib.suppress(OSError):  # told at the end, after all verdicts
+    with contextlib.suppress(OSError):  # reported at the end, after all verdicts
         _write_files(unfinished, {option: path for option, path in paths.items() if path and os.path.isfile(path)})
 
 
@@ -225,20 +225,20 @@ def _judge_each(
     """Add the outcome of each scheme; `keep` is called with a failing report as soon as there is one."""
     with progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
-        keep = partial(_in_place_of, bar, keep)
+        keep = partial(_keep_without_bar, bar, keep)
         for number, scheme in enumerate(schemes, start=1):
             bar.update(task, description=scheme.name, has_failed=False)
             progress = partial(_show_examples, bar, task, scheme.name, is_counted=len(schemes) == 1)
             judged = partial(_one, scheme, options, progress, keep, several=several)
-            named = _named_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
-            with named, _told_if_ended(outcome, schemes[number - 1 :], options):
+            named = _name_if_long(f"{scheme.name}, scheme {number} of {len(schemes)}", bar)
+            with named, _publish_if_ended(outcome, schemes[number - 1 :], options):
                 outcome.add(remembered(scheme, judged, options))
             bar.advance(task, int(several))
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
 
 
-def _in_place_of(bar: Progress, keep: Keep, key: str, report: Report) -> None:
+def _keep_without_bar(bar: Progress, keep: Keep, key: str, report: Report) -> None:
     """Call `keep`, which may print lines where the bar stands."""
     if bar.disable:
         keep(key, report)
@@ -250,7 +250,7 @@ def _in_place_of(bar: Progress, keep: Keep, key: str, report: Report) -> None:
         bar.start()
 
 
-def _told_if_ended(
+def _publish_if_ended(
     outcome: Outcome, rest: Sequence[Declared], options: VerifyOptions
 ) -> contextlib.AbstractContextManager[None]:
     """A block that judges the first of these schemes. If torchrun ends the job in it, publish the verdicts so far."""
@@ -276,7 +276,7 @@ def _told_if_ended(
 
 
 @contextlib.contextmanager
-def _named_if_long(what: str, bar: Progress) -> Iterator[None]:
+def _name_if_long(what: str, bar: Progress) -> Iterator[None]:
     """Name on standard error a scheme that has run for LONG_S seconds, if no progress bar shows it."""
 
     def name() -> None:
@@ -421,14 +421,14 @@ def _check_options(options: VerifyOptions, targets: Sequence[str]) -> None:
 
 
 class TimeLeft(TimeRemainingColumn):
-    """The time that the examples left will take. What follows a failure takes a time that no example tells."""
+    """The time that the remaining examples will take; hidden after a failure, while its cause is searched."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.fields.get("has_failed") else Text("left: ") + super().render(task)
 
 
 def progress_bar(quiet: bool = False) -> Progress:
-    """On standard error, and only on a terminal."""
+    """A progress bar on standard error, which is shown only on a terminal."""
     stderr = Console(stderr=True)
     # On a narrow terminal the name makes room for the times.
     name = Column(no_wrap=True, overflow="ellipsis", max_width=max(stderr.width - BAR_AND_TIMES, 1))
