@@ -20,17 +20,17 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Components without a reference, and why.
 WITHOUT_A_REFERENCE = {
     "collectives": "one device has no collectives; their law is the adjoint identity",
-    "kernels": "how a function is computed; what it means is stated by the component that it serves",
+    "kernels": "another way to compute a function of another component, which has the reference",
     "contract": "what the border of a component rejects; the reference takes arrays as they are",
 }
 WITHOUT_A_TEST_OF_ITS_OWN = {
-    "dtype_name": "a word of messages, which are tested",
-    "type_name": "a word of messages, which are tested",
+    "dtype_name": "a part of messages; the messages are tested",
+    "type_name": "a part of messages; the messages are tested",
     "no_autocast": "a context in which other functions compute, tested through them",
 }
 # Folders of parity_tests that are about no component: the package, its tests, and the evidence.
-OF_THE_PACKAGE = {"import_name", "harness", "cli", "cost", "tracing", "training", "specimens"}
-OTHER_FOLDERS = {*OF_THE_PACKAGE, "evidence"}
+PACKAGE_FOLDERS = {"import_name", "harness", "cli", "cost", "tracing", "training", "specimens"}
+OTHER_FOLDERS = {*PACKAGE_FOLDERS, "evidence"}
 
 
 def python_files(tree: str) -> list[str]:
@@ -65,7 +65,7 @@ def references_used_in(path: Path) -> set[str]:
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.Name) and path.is_relative_to(ROOT / "jax_ref"):
                 names.add(node.id)
-        used |= names - {getattr(statement, "name", None)}  # a function that calls itself is not used by that
+        used |= names - {getattr(statement, "name", None)}  # a function's call of itself is not a use
     return used
 
 
@@ -95,7 +95,7 @@ def test_every_exported_function_is_in_a_test(component):
 
 @pytest.mark.parametrize("component", sorted(components("jax_ref")))
 def test_every_reference_is_used(component):
-    """By a test, or by another reference; a name that a package only hands on is not used."""
+    """A test or another reference uses it; an `__init__.py` that only exports its name does not count."""
     unused = {name for path in (ROOT / "jax_ref" / component).glob("*.py") for name in public_functions(path)}
     modules = [path for path in (ROOT / "jax_ref").rglob("*.py") if path.name != "__init__.py"]
     files = [*modules, *(ROOT / "parity_tests").rglob("*.py")]
@@ -106,7 +106,7 @@ def test_every_reference_is_used(component):
     assert sorted(unused) == []
 
 
-def test_a_word_is_no_use_of_a_reference(tmp_path):
+def test_words_in_strings_and_comments_are_no_use_of_a_reference(tmp_path):
     (tmp_path / "m.py").write_text('from jax_ref.x import a\nimport y\nb = y.c\n"""d"""\ne = "f"\nprint(e)  # g\n')
     assert references_used_in(tmp_path / "m.py") == {"a", "c"}
 
@@ -118,7 +118,7 @@ def test_every_file_has_a_meaningful_name(tree):
 
 def tolerances_in(source: str) -> set[str]:
     """Names and keyword arguments that are a tolerance; words in comments and strings are not."""
-    if not any(word in source for word in TOLERANCES):  # most files, whose tokens need not be told apart
+    if not any(word in source for word in TOLERANCES):  # most files: no need to separate their tokens
         return set()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return {token.string for token in tokens if token.type == tokenize.NAME} & TOLERANCES
@@ -191,10 +191,9 @@ FLOORS = (
 )
 
 
-# What a notebook shows of a case and of a ledger, and the pictures that stand beside the index of schemes, are drawn
-# above them, and imported when they are needed. So are the test whether a scheme of the index is public, and the
-# ledger's rule for the user's line of an error.
-DRAWN_ABOVE = [
+# Imports upwards, made only when they are needed: a notebook's pictures of a case and a ledger, the pictures beside the
+# index of schemes, the check whether a scheme of the index is public, and the ledger's rule for the line of an error.
+UPWARD_IMPORTS = [
     "case.py: report",
     "discover.py: engines",
     "scheme_index.py: implementation",
@@ -213,7 +212,7 @@ def test_the_rooms_of_the_package_import_downwards():
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardproof":
                 rooms = (node.module or "").split(".")[1:2] or [alias.name for alias in node.names]
                 upwards += [f"{Path(path).name}: {room}" for room in rooms if room in FLOORS[floor + 1 :]]
-    assert upwards == DRAWN_ABOVE
+    assert upwards == UPWARD_IMPORTS
 
 
 def test_the_layouts_that_the_harness_trusts_are_numpy_alone():

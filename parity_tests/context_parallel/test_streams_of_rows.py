@@ -26,14 +26,14 @@ Streams = tuple[
 ]
 
 
-def slots_of_rows(padded, real, b, t):
-    """Row 0 is one sequence with a token of padding; row r has the slots of `padded` and `real`, turned by r places."""
+def row_slots(padded, real, b, t):
+    """Row 0 is one sequence with one padding token; row r has the slots of `padded` and `real`, rolled by r places."""
     return [([t], [t - 1]), *((jnp.roll(padded, r), jnp.roll(real, r)) for r in range(1, b))]
 
 
 def stream_by_hand(x, ids, kinds, scores, padded, real, num_chunks, positions):
     b, t = ids.shape
-    rows = [tuple(jnp.asarray(each, padded.dtype) for each in row) for row in slots_of_rows(padded, real, b, t)]
+    rows = [tuple(jnp.asarray(each, padded.dtype) for each in row) for row in row_slots(padded, real, b, t)]
     places, masks = zip(*(tables(t, *row) for row in rows), strict=True)
     place = jnp.stack(places).astype(ids.dtype)
     by_position = {"none": jnp.stack(KINDS * [place]), "one kind": jnp.stack(KINDS * [kinds[0]]), "kinds": kinds}
@@ -59,8 +59,8 @@ def given_rows(padded, real, b, t, tail, fill):
     return {"seq_lens": tables_[0], "seq_lens_padded": tables_[1]}
 
 
-def offsets_of(table, m, fill):
-    """Lengths of all chunks, and of each chunk how many entries are filled."""
+def lengths_and_fills(table, m, fill):
+    """The lengths of the sequences in all chunks, and the number of fill entries of each chunk."""
     chunks = table if m > 1 else table[None]
     assert chunks.dtype == torch.int32 and bool(((chunks >= 0) | (chunks == fill)).all())
     return torch.cat([chunk[chunk >= 0].long().diff() for chunk in chunks]), (chunks < 0).sum(1)
@@ -101,7 +101,7 @@ def streams_of_rows(
     out = made[0] if return_layout else made
     assert out["name"] == "any" and out["labels"] is None
 
-    def rows_of(entry):
+    def as_rows(entry):
         if return_layout:
             return made[1].gather(entry)
         return (entry.flatten(0, 1) if m > 1 else entry).unflatten(0, (b, t))
@@ -111,11 +111,11 @@ def streams_of_rows(
         streams = places.movedim(0, 2).flatten(2) if m > 1 else places
         places = streams.view(KINDS, b, t)
     else:
-        places = rows_of(places).expand(KINDS, b, t)
+        places = as_rows(places).expand(KINDS, b, t)
     (lengths_, fills), (slots, _) = (
-        offsets_of(out[name], m, fill or DEFAULT_FILL) for name in ("cu_seqlens", "cu_seqlens_padded")
+        lengths_and_fills(out[name], m, fill or DEFAULT_FILL) for name in ("cu_seqlens", "cu_seqlens_padded")
     )
     by_row = (each.long().repeat_interleave(b // m) for each in (out["max_seqlen"].view(m), fills))
     scores = out["scores"].flatten(0, 1) if m > 1 else out["scores"]
-    tokens = rows_of(out["features"]), rows_of(out["input_ids"]), places, rows_of(out["padding_mask"])
+    tokens = as_rows(out["features"]), as_rows(out["input_ids"]), places, as_rows(out["padding_mask"])
     return tuple(each.clone() for each in (*tokens, scores, lengths_, slots, *by_row))  # the stream is of views

@@ -29,16 +29,16 @@ class Mixture(nn.Module):
         tokens = x.flatten(0, 1)
         logits = self.router(tokens)
         gates, chosen, _ = softmax_top_k(logits, self.k, norm_topk_prob=True)
-        routed = self.experts(tokens, chosen, gates.double())  # as wide as a router beside narrower states
+        routed = self.experts(tokens, chosen, gates.double())  # gates may be wider than the hidden states
         return routed.view_as(x) + self.shared_down(F.silu(self.shared_up(x))), logits
 
 
 class Block(nn.Module):
     """Tokens plus the output of a mixture of experts, and the logits of its router."""
 
-    def __init__(self, *of_mixture: Any) -> None:
+    def __init__(self, *mixture: Any) -> None:
         super().__init__()
-        self.mixture = Mixture(*of_mixture)
+        self.mixture = Mixture(*mixture)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, logits = self.mixture(x)
@@ -50,10 +50,10 @@ class ExpertNet(nn.Module):
 
     def __init__(self, values: Mapping[str, Tensor], k: int) -> None:
         super().__init__()
-        of_mixture = {name.removeprefix("blocks.0.mixture."): value for name, value in values.items()}
-        experts = of_mixture["experts.gate_up_proj"], of_mixture["experts.down_proj"]
-        shared = of_mixture["shared_up.weight"], of_mixture["shared_down.weight"]
-        self.blocks = nn.ModuleList([Block(of_mixture["router.weight"], experts, shared, k)])
+        mixture = {name.removeprefix("blocks.0.mixture."): value for name, value in values.items()}
+        experts = mixture["experts.gate_up_proj"], mixture["experts.down_proj"]
+        shared = mixture["shared_up.weight"], mixture["shared_down.weight"]
+        self.blocks = nn.ModuleList([Block(mixture["router.weight"], experts, shared, k)])
         self.head = linear_layer(values["head.weight"])
         self.k = k
 
@@ -65,8 +65,8 @@ class ExpertNet(nn.Module):
         """This rank's addend: the mean square of all outputs, and both losses of the router; x is its tokens [t, d]."""
         y, logits = self(x[None])
         _, experts, probabilities = softmax_top_k(logits, self.k)
-        of_router = BALANCE * global_balance_loss(probabilities, experts, data) + Z * z_loss(logits, tokens)
-        return y.square().sum() / (tokens * y.shape[-1]) + of_router
+        router_losses = BALANCE * global_balance_loss(probabilities, experts, data) + Z * z_loss(logits, tokens)
+        return y.square().sum() / (tokens * y.shape[-1]) + router_losses
 
 
 def plan() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """NeMo-RL's newer functions on sharded logits and sequences, with NeMo-RL's argument names and order.
 
-`torch_impl.vocab_parallel` has the same functions with the names that the rest of the package uses. A module of its
-own keeps both: `from torch_impl.vocab_parallel.adapters import nemo_rl`. As everywhere in the package a group is
-required; NeMo-RL takes None for tensors that are not sharded.
+`torch_impl.vocab_parallel` has the same functions with the arguments that the rest of the package uses. These are in a
+separate module, so that the names do not collide: `from torch_impl.vocab_parallel.adapters import nemo_rl`. As
+everywhere in the package a group is required; NeMo-RL takes None for tensors that are not sharded.
 """
 
 from __future__ import annotations
@@ -92,5 +92,5 @@ def cp_shift_next(
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """The logits over the temperature, in the dtype of the sums."""
+    """The logits divided by the temperature, in the dtype of the sums."""
     return logits.to(accumulator(logits.dtype)) / temperature

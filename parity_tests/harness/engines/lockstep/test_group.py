@@ -1,4 +1,4 @@
-"""The lockstep process group: written at the wait, complete in torch's names, rejecting by sentence."""
+"""The lockstep process group: results appear at the wait, it has every method of torch, and rejects in sentences."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_gathering_in_place_is_no_modification():
 
 
 def test_one_element_with_any_stride_can_be_sent():
-    """It is contiguous, whatever its stride; a neighbour's number lies beside it."""
+    """One element is contiguous, whatever its stride; its neighbour in memory is another number."""
 
     def body(mesh: Any, case: CaseSpec) -> list[float]:
         x = torch.full((4,), float(mesh.rank("tp")))[::2][:1]
@@ -212,8 +212,8 @@ def test_a_call_that_cannot_be_right_is_rejected(message):
 
 
 @pytest.mark.parametrize(("factor", "name"), [(0.25, "PREMUL_SUM(0.25)"), (1 / 3, f"PREMUL_SUM({1 / 3!r})")])
-def test_the_sum_of_nccl_that_multiplies_before(factor, name):
-    """FSDP2 divides gradients by it where a divide factor is set."""
+def test_nccls_sum_that_multiplies_each_addend_first(factor, name):
+    """FSDP2 divides gradients by this operation if a divide factor is set."""
     scatter = named(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
     def body(mesh: Any, case: CaseSpec) -> list[float]:
