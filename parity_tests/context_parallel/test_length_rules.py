@@ -14,7 +14,7 @@ from shardproof.engines.engines import run
 from torch_impl import context_parallel as cp
 
 FUNCTION = "context_parallel.thd: "
-FOR_TE = "context_parallel.te: "  # the caller's function, whichever inner one finds the problem
+FOR_TE = "context_parallel.te: "  # messages name the function that the user called, not the inner one that raised
 RULES = (
     "both or neither are",
     "lengths are 0 or more",
@@ -46,8 +46,8 @@ def drawn_tables(rng, shape, size, ranks, fill):
     return tables
 
 
-def slots_of(real, padded, size, fill):
-    """Entries that are sequences, their slots, the tail of each row, and the slots with the tail in the row's last."""
+def find_slots(real, padded, size, fill):
+    """(which entries are sequences, their slots, each row's unused tail, the slots with the tail added to the last)."""
     is_slot = real != fill
     slot = np.where(is_slot, padded, 0)
     tail = size - slot.sum(-1)
@@ -64,7 +64,7 @@ def broken_by(rules, violated):
 
 
 def broken_by_lengths(real, padded, size, fill):
-    is_slot, _, tail, _ = slots_of(real, padded, size, fill)
+    is_slot, _, tail, _ = find_slots(real, padded, size, fill)
     is_first = np.arange(real.shape[-1]) == 0
     violated = [
         is_slot != (padded != fill),
@@ -77,15 +77,15 @@ def broken_by_lengths(real, padded, size, fill):
 
 
 def slot_that_cannot_be_halved(real, padded, size, fill, ranks):
-    """The index over all rows of the first sequence with a slot, tail included, that the ranks cannot halve."""
-    is_slot, *_, full = slots_of(real, padded, size, fill)
+    """The number, counted over all rows, of the first sequence whose slot with its tail the ranks cannot halve."""
+    is_slot, *_, full = find_slots(real, padded, size, fill)
     cannot = full[is_slot] % (2 * ranks if ranks > 1 else 1) != 0
     return int(cannot.argmax()) if cannot.any() else None
 
 
 def expected_stream(real, padded, size, fill):
     """Positions and padding of each row: a token's place is counted from the last slot that starts at or before it."""
-    is_slot, slot, _, _ = slots_of(real, padded, size, fill)
+    is_slot, slot, _, _ = find_slots(real, padded, size, fill)
     start, place = np.cumsum(slot, -1) - slot, np.arange(size)[None, :, None]
     begun = is_slot[:, None] & (start[:, None] <= place)
     position = (place - np.where(begun, start[:, None], -1).max(-1, keepdims=True))[..., 0]
@@ -97,7 +97,7 @@ def numbers_in(sentence):
     return [int(number) for number in re.findall(r"(?:row|sequence) (\d+)", sentence)]
 
 
-def sentence_of(call, kind=ValueError):
+def rejection_message(call, kind=ValueError):
     """The message of a call's rejection, or ACCEPTED."""
     try:
         call()
@@ -119,7 +119,7 @@ def test_tables_of_lengths(rng, ranks, sizes, fill, num_chunks):
 
     def outcome(mesh, real, padded):
         batch = {"input_ids": ids, "seq_lens": real, "seq_lens_padded": padded}
-        sentence = sentence_of(lambda: cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings))
+        sentence = rejection_message(lambda: cp.make_cp_batch_for_te(mesh.device_mesh["cp"], batch, **settings))
         if sentence.startswith(FOR_TE):
             return sentence, None
         out = cp.split_batch_into_thd_chunks(batch, **settings)
@@ -184,7 +184,7 @@ SHAPE_RULES = (
 )
 
 
-def rule_of_shapes(of):
+def expected_shape_rule(of):
     violated = (
         of["ids_dims"] not in (2, 3),
         of["rows"] % of["chunks"] != 0,
@@ -198,7 +198,7 @@ def rule_of_shapes(of):
     return next((FUNCTION + rule for rule, is_broken in zip(SHAPE_RULES, violated, strict=True) if is_broken), ACCEPTED)
 
 
-def batch_of_shapes(of):
+def make_batch(of):
     lengths = {
         table: torch.zeros((of[f"{of_table}_rows"], of[f"{of_table}_entries"], 1, 1)[: of[f"{of_table}_dims"]]).long()
         for table, of_table in (("seq_lens", "real"), ("seq_lens_padded", "padded"))
@@ -216,9 +216,13 @@ def batch_of_shapes(of):
 def test_shapes_of_a_packed_batch(rng):
     for row in drawn_sizes(rng, 40).tolist():
         of = dict(zip(COLUMNS, row, strict=True))
-        batch = batch_of_shapes(of)
-        sentence = sentence_of(lambda: cp.split_batch_into_thd_chunks(batch, of["chunks"], of["fill"]))  # noqa: B023
-        assert re.match(rule_of_shapes(of), sentence), (of, sentence)
+        batch = make_batch(of)
+
+        def split(batch=batch, of=of):
+            return cp.split_batch_into_thd_chunks(batch, of["chunks"], of["fill"])
+
+        sentence = rejection_message(split)
+        assert re.match(expected_shape_rule(of), sentence), (of, sentence)
 
 
 def drawn_prefixes(rng, n, b, q):
@@ -236,7 +240,10 @@ def drawn_prefixes(rng, n, b, q):
 
 
 def expected_prefixes(is_slot, prefix_of):
-    """(row, entry) of the first prefix that is no earlier sequence of its row; if all are, the stream's prefixes."""
+    """((row, entry), None) for the first prefix that is not an earlier sequence of its row, else (None, prefixes).
+
+    The prefixes are those of the stream of all rows.
+    """
     number = (np.cumsum(is_slot.ravel()) - 1).reshape(is_slot.shape)
     stream = []
     for row, entry in np.argwhere(is_slot):
@@ -253,7 +260,7 @@ def expected_prefixes(is_slot, prefix_of):
 @settings(max_examples=few(20))
 @given(SEEDS, st.sampled_from((1, 2)), st.tuples(st.sampled_from((2, 3)), st.sampled_from((4, 3))), st.booleans())
 def test_prefixes_of_sequences(rng, ranks, sizes, sharded):
-    """The first prefix that is no earlier sequence of its row; if all are, the stream's prefixes without fill."""
+    """A prefix that is not an earlier sequence of its row is rejected; accepted prefixes number the whole stream."""
     (b, q), s = sizes, 16
     tables = drawn_prefixes(rng, 12, b, q)
     ids = torch.from_numpy(rng.integers(0, 10, (b, s)))
@@ -292,14 +299,14 @@ def test_prefixes_of_sequences(rng, ranks, sizes, sharded):
                 assert prefixes.startswith(f"{FUNCTION}prefix_of: row {row}: sequence {entry} continues"), prefix_of
 
 
-# Entries of a packed batch: required tensors, entries that are tensors if they are by token, entries of any kind.
+# A packed batch: the first MUST_BE entries must be tensors, those up to MAY_BE_NONE may also be None, others anything.
 ENTRIES = ("input_ids", "seq_lens", "seq_lens_padded", "labels", "position_ids", "scores", "name")
 KINDS = ("tensor", "list", "None")
 MUST_BE, MAY_BE_NONE = 3, 5
 
 
-def rule_of_kinds(kinds):
-    """An entry that is no tensor is named. Labels and positions may be None; entries not by token may be anything."""
+def expected_kind_message(kinds):
+    """The message that names the first entry that should be a tensor and is not, or ACCEPTED."""
     for entry, (name, kind) in enumerate(zip(ENTRIES, kinds, strict=True)):
         if (kind == "list" and entry < MAY_BE_NONE) or (kind == "None" and entry < MUST_BE):
             return f"{FUNCTION}{name} is {'a list' if kind == 'list' else 'None'}; pass a Tensor"
@@ -310,10 +317,10 @@ def rule_of_kinds(kinds):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_kinds_of_packed_entries(entry, kind, num_chunks):
-    """The entry that should be a tensor and is not is named."""
+    """The message names an entry that has to be a tensor and is a list or None."""
     batch = {"input_ids": torch.zeros(2, 4), "seq_lens": torch.full((2, 1), 4), "labels": torch.zeros(2, 4)}
     batch |= {"seq_lens_padded": batch["seq_lens"], "position_ids": torch.zeros(2, 4)}
     batch |= {"scores": torch.zeros(2), "name": torch.zeros(2, 1)}
     batch[entry] = {"tensor": batch[entry], "list": [[1]], "None": None}[kind]
-    sentence = sentence_of(lambda: cp.split_batch_into_thd_chunks(batch, num_chunks), TypeError)
-    assert sentence == rule_of_kinds([kind if name == entry else "tensor" for name in ENTRIES])
+    sentence = rejection_message(lambda: cp.split_batch_into_thd_chunks(batch, num_chunks), TypeError)
+    assert sentence == expected_kind_message([kind if name == entry else "tensor" for name in ENTRIES])

@@ -34,13 +34,14 @@ def all_gather_linear(
 ) -> Sharded[Tensor, "b s o/tp"]:
     """The product of all positions of `x` with this rank's columns: x W^T, for a column-wise layer.
 
-    Rank r has `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks have as many. Products
-    run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or wider. Backward gathers the
-    positions again instead of saving them, for d W alone. The weight requires grad on every rank or on none, and so
-    does x. Add a bias to the result.
+    Rank r has `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks have the same number.
+    Products run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or wider. Backward
+    gathers the positions again, for d W alone, instead of saving them. The weight requires grad on every rank or on
+    none, and so does x. Add a bias to the result.
 
-    Cost:   forward tp - 1 sends and recvs of a shard of x. Backward as many of a shard of d x, bfloat16 and float16 as
-            float32, and for a weight that requires grad as many of a shard of x again. Saves x and weight by reference.
+    Cost:   forward tp - 1 sends and recvs of a shard of x. Backward tp - 1 of a shard of d x, which travels as float32
+            for bfloat16 and float16, and tp - 1 of a shard of x if weight requires grad. Saves x and weight by
+            reference.
     Errors: TypeError if tp_group is not a ProcessGroup, or x or weight is not floating; ValueError if x and weight
             differ in i or dtype, or lengths do not fit the group or x.
     Source: arXiv 2205.05198.
@@ -53,7 +54,7 @@ def all_gather_linear(
 def all_gather_linears(
     x: Tensor, weights: Sequence[Tensor], group: ProcessGroup, lengths: list[int]
 ) -> tuple[Tensor, ...]:
-    """`all_gather_linear` of several weights, in one ring. Cost: as of one weight."""
+    """The products of `all_gather_linear` with several weights, from one ring. It costs as much as for one weight."""
     return _AllGatherLinears.apply(x, group, lengths, *weights)
 
 
@@ -68,9 +69,9 @@ def linear_reduce_scatter(
     """This rank's positions of the product x W^T, summed over the ranks' features, for a row-wise layer.
 
     Rank r of `tp_group` receives `lengths[r]` positions of the sequence, 0 included; without `lengths` all ranks
-    receive as many. Products run in the dtype of x, also under autocast; sums over ranks and blocks in float32 or
-    wider. One ring in backward serves d x and d W. Either requires grad on every rank or on none. Add a bias, `tp=R`,
-    to the result.
+    receive the same number. Products run in the dtype of x, also under autocast; sums over ranks and blocks in float32
+    or wider. One ring in backward serves d x and d W. x requires grad on every rank or on none, and so does the weight.
+    Add a bias, `tp=R`, to the result.
 
     Cost:   forward tp - 1 sends and recvs of a shard of the result, bfloat16 and float16 as float32; backward tp - 1 of
             a shard of its cotangent. Saves x and weight by reference.
@@ -174,7 +175,8 @@ def _added(terms: Iterable[Tensor]) -> Tensor:
 def _sum_of_ranks(term: Callable[[int], Tensor], group: ProcessGroup, lengths: Sequence[int]) -> Tensor:
     """This rank's block of the sum over ranks, where `term(r)` is this rank's term "b l i" of rank r's block.
 
-    Each sum travels through all ranks, to its own last. While one travels, this rank computes its term of the next.
+    The sum for a block travels through all ranks and ends at the rank that keeps it. While one sum travels, this rank
+    computes its term of the next.
     """
     rank, world = group.rank(), group.size()
     own = term((rank - 1) % world)
@@ -201,7 +203,7 @@ class _SumOfProducts:
         self.total = product.to(accumulator(product.dtype)) if self.total is None else self.total.add_(product)
 
     def rounded(self) -> Float[Tensor, "o i"]:
-        """The sum; there is a pair from each rank."""
+        """The sum in the dtype of the products; at least one pair has been added."""
         assert self.total is not None
         return self.total.to(self.dtype)
 

@@ -84,7 +84,7 @@ def set_static_shapes(
 ) -> None:
     """Set the shapes of a stage's inputs and outputs; `key` identifies them.
 
-    From then on it is an error to infer shapes by a run, and a new setup of the buffers does not touch gradients.
+    A later run that infers shapes is an error. When the stage sets up its buffers again, it keeps the gradients.
     """
     writable: Any = stage
     if hasattr(stage, "_user_meta"):

@@ -83,7 +83,7 @@ def test_a_file_is_imported_once_by_each_rank(tmp_path):
 
 @pytest.mark.slow
 def test_jax_is_imported_once_in_the_server_and_starts_no_thread_there(tmp_path):
-    """Each rank would import it with the file, for a reference that no rank evaluates."""
+    """Otherwise every rank would import jax with the file, although ranks evaluate no reference."""
     pool.close()
     was_there = "import sys\nwas_there = 'jax' in sys.modules"
     file = written(tmp_path, "with_jax.py", imports="", body="x * 2 if was_there else x * 0")
@@ -95,7 +95,7 @@ def test_jax_is_imported_once_in_the_server_and_starts_no_thread_there(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_file_that_verifies_as_it_is_imported_does_so_in_the_parent_alone(tmp_path):
+def test_a_verification_at_import_runs_only_in_the_parent(tmp_path):
     file = written(tmp_path, "recursive.py", imports=SHIM, body="x.twice()")
     with open(file, "a") as end:
         end.write("\nREPORT = doubled.verify('gloo', examples=1, tp=2)\n")

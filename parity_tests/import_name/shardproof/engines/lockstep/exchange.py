@@ -201,7 +201,7 @@ class Exchange:
         self.scheduler.fail(self._failure(Shared, f"{what}; {THREADS}", rank, op, source))
 
     def in_a_thread(self, rank: int, error: BaseException) -> None:
-        """An exception has ended a thread that the rank had started, where a collective raises too: it has no turn."""
+        """An exception ended a thread that the rank started. It has no turn, so a collective in it raises as well."""
         self.raised(rank, error, f"\n{THREAD}" if any(phrase in message_of(error) for phrase in OF_NO_RANK) else "")
 
     def raised(self, rank: int, error: BaseException, remark: str = "") -> None:
