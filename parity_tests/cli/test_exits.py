@@ -132,9 +132,9 @@ def test_a_death_costs_one_verdict_and_all_files_are_written():
 
 
 IMPORT = {
-    "sys.exit(31)": "it exits at leaves.py:{line}; put what runs under if __name__ == '__main__'",
-    "os._exit(32)": "it exits by os._exit(32), which ends the process of the command at leaves.py:{line}; put what "
-    "runs under if __name__ == '__main__'",
+    "sys.exit(31)": "it exits at leaves.py:{line}; run that code only if __name__ == '__main__'",
+    "os._exit(32)": "it exits by os._exit(32), which ends the process of the command at leaves.py:{line}; run "
+    "that code only if __name__ == '__main__'",
     "ctypes.string_at(33 - 33)": "the process of the command was killed by SIGSEGV at leaves.py:{line}",
 }
 

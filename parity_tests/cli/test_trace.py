@@ -98,7 +98,7 @@ def test_modules_that_are_not_compared_are_reported(shardproof):
 def test_a_file_that_exits_is_not_traced(shardproof):
     status, out, err = shardproof("trace", written(("x = np.random", "raise SystemExit\nx = np.random")))
     assert (status, out) == (3, "")
-    assert re.match(r"shardproof: cannot import my_pair.py: it exits at my_pair.py:\d+; put what runs under if", err)
+    assert re.match(r"shardproof: cannot import my_pair.py: it exits at my_pair.py:\d+; run that code only if", err)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cotangents and inputs of any strides: expanded, transposed, sliced; none is written to, none is kept alive."""
+"""Cotangents and inputs may have any strides; no operation writes to a cotangent or returns its memory."""
 
 import numpy as np
 import pytest
@@ -57,8 +57,8 @@ def test_a_gradient_shares_no_memory_with_the_cotangent(operation):
     assert all(run(body, THREE).results)
 
 
-def matrix_of(operation, world):
-    """The linear map from the ranks' x, one after another, to their results; one copy of a result of type I."""
+def linear_map(operation, world):
+    """The matrix from the ranks' inputs, joined, to their joined results, or to one copy of a result of type I."""
     shapes = [operation.shape(rank, world) for rank in range(world)]
     columns = []
     for unit in np.eye(sum(int(np.prod(shape)) for shape in shapes)):
@@ -83,7 +83,7 @@ def test_a_gradient_is_differentiable_again(operation):
     generator = torch.Generator().manual_seed(0)
     shapes = [operation.shape(rank, 3) for rank in range(3)]
     integers = [torch.randint(-3, 4, shape, generator=generator).double() for shape in shapes]
-    matrix = matrix_of(operation, 3)
+    matrix = linear_map(operation, 3)
     x = np.concatenate([t.numpy().ravel() for t in integers])
     y = matrix @ x
     g = matrix.T @ (3 * y**2)

@@ -12,7 +12,7 @@ from shardproof import CaseSpec, Cost, check_cases, mask, scheme, values
 from shardproof.engines.engines import run
 from torch_impl.optimizers import ReplicaGradients, clip_grad_norm_
 
-NAMES = ("router", "shared", "router_norm")  # one begins with another, and has another rule
+NAMES = ("router", "shared", "router_norm")  # router_norm begins with router, and has another rule
 RULES = {"": "mean", "router": "sum", "shared": "sum", "frozen": "none"}
 ORDERS = {"general first": RULES, "general last": dict(reversed(RULES.items()))}
 
@@ -34,7 +34,7 @@ class Model(nn.Module):
         return tuple(getattr(self, name).weight.grad for name in NAMES)
 
 
-def optimizer_of(model):
+def make_optimizer(model):
     return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
 
 
@@ -58,24 +58,24 @@ def cost(c):
 )
 @pytest.mark.cases(20)
 def replica_gradients(mesh, router, shared, norm, order):
-    """The addends of a sum over all ranks, and a gradient that all ranks have computed."""
+    """Two gradients are addends of a sum over all ranks; the third is the same on every rank."""
     model = Model(router, shared, norm)
     groups = [mesh[axis] for axis in ("tp", "cp") if mesh.size(axis) > 1] or [mesh["tp"]]
-    replicas = ReplicaGradients(model, groups, ORDERS[order], optimizer_of(model))
+    replicas = ReplicaGradients(model, groups, ORDERS[order], make_optimizer(model))
     for name, gradient in zip(NAMES, (router, shared, norm), strict=True):
         getattr(model, name).weight.grad = gradient.clone()
     replicas.reduce()
     return model.gradients
 
 
-def sum_of_present(router, shared, has_router, has_shared):
-    """Of the gradients of all ranks, stacked, that a rank has."""
+def sum_existing(router, shared, has_router, has_shared):
+    """The sums of the gradients that exist, from stacked gradients of all ranks."""
     of_router, of_shared = has_router[..., None], has_shared[..., None, None]
     return jnp.where(of_router, router, 0.0).sum((0, 1)), jnp.where(of_shared, shared, 0.0).sum((0, 1))
 
 
 @scheme(
-    reference=sum_of_present,
+    reference=sum_existing,
     mesh={"tp": (1, 2, 3, 4), "cp": (1, 2)},
     inputs={
         "router": "r/tp w/cp a",
@@ -96,9 +96,9 @@ def sum_of_present(router, shared, has_router, has_shared):
 )
 @pytest.mark.cases(20)
 def replica_gradients_of_some_ranks(mesh, router, shared, has_router, has_shared):
-    """A rank whose tokens chose other modules has no gradient, which adds zeros; what no rank has stays None."""
+    """A rank whose tokens chose other modules has no gradient and adds zeros; one that no rank has stays None."""
     model = Model(router[0, 0], shared[0, 0], router[0, 0])
-    replicas = ReplicaGradients(model, [mesh["tp"], mesh["cp"]], RULES, optimizer_of(model))
+    replicas = ReplicaGradients(model, [mesh["tp"], mesh["cp"]], RULES, make_optimizer(model))
     for module, gradient, has in ((model.router, router, has_router), (model.shared, shared, has_shared)):
         if has[0, 0]:
             module.weight.grad = gradient[0, 0].clone()
@@ -111,7 +111,7 @@ def replica_gradients_of_some_ranks(mesh, router, shared, has_router, has_shared
 
 
 def mean_of_squares(x, z, parameters):
-    """Of the scaled tokens of all micro-batches, and of a vector that every rank has."""
+    """The mean square of the scaled tokens of all micro-batches, plus that of a vector that every rank has."""
     router, norm = parameters["router"]["weight"], parameters["norm"]["weight"]
     return jnp.mean((x * router[None, None]) ** 2) + jnp.mean((z * norm[None]) ** 2)
 
@@ -134,12 +134,12 @@ def mean_of_squares(x, z, parameters):
 )
 @pytest.mark.cases(20)
 def replica_gradients_of_micro_batches(mesh, x, z, parameters):
-    """One module has this rank's tokens, the other all of them."""
+    """One module scales this rank's tokens, the other a vector that every rank has."""
     model = nn.Module()
     for name, leaves in parameters.items():
         setattr(model, name, nn.Module())
         getattr(model, name).weight = nn.Parameter(leaves["weight"].clone())
-    replicas = ReplicaGradients(model, [mesh["tp"]], {"router": "sum", "norm": "mean"}, optimizer_of(model))
+    replicas = ReplicaGradients(model, [mesh["tp"]], {"router": "sum", "norm": "mean"}, make_optimizer(model))
     total = x.new_zeros(())
     for tokens, vector in zip(x, z, strict=True):
         local = (tokens * model.router.weight).square().sum() / (len(x) * mesh.total("s") * x.shape[-1])
@@ -166,7 +166,7 @@ def on_ranks(n, body):
 
 def ones_model(mesh):
     model = Model(torch.ones(2), torch.ones(3, 2), torch.ones(3))
-    optimizer = optimizer_of(model)
+    optimizer = make_optimizer(model)
     return model, optimizer, ReplicaGradients(model, [mesh["tp"]], RULES, optimizer)
 
 
@@ -192,7 +192,7 @@ def test_a_rank_without_a_gradient_adds_zeros_to_a_sum():
 
 
 def test_gradients_are_reduced_once_in_a_step():
-    """After each micro-batch would be wrong; after a step, and after a step that is left out, it is the next one."""
+    """A second reduction in a step is rejected; after the step or `skip_step` the next reduction is accepted."""
 
     def body(mesh, case):
         model, optimizer, replicas = ones_model(mesh)
@@ -217,7 +217,7 @@ def test_a_parameter_that_another_axis_shards_is_reduced_by_its_shard():
         model = nn.Linear(2, 4, bias=False)
         full = torch.arange(8.0).view(4, 2)
         model.weight = nn.Parameter(distribute_tensor(full, mesh.device_mesh["dp"], [Shard(0)]))
-        replicas = ReplicaGradients(model, [mesh["tp"]], {"": "sum"}, optimizer_of(model))
+        replicas = ReplicaGradients(model, [mesh["tp"]], {"": "sum"}, make_optimizer(model))
         model.weight.grad = distribute_tensor(full, mesh.device_mesh["dp"], [Shard(0)])
         replicas.reduce()
         return model.weight.grad.full_tensor().tolist()
@@ -227,7 +227,7 @@ def test_a_parameter_that_another_axis_shards_is_reduced_by_its_shard():
 
 
 def build(rules, change=None):
-    """A call that builds the model, changes it and reduces its gradients."""
+    """A call that builds the model, changes it and passes it to ReplicaGradients."""
 
     def call(mesh):
         model, optimizer = Model(torch.ones(2), torch.ones(3, 2), torch.ones(3)), torch.optim.SGD([torch.ones(1)])
@@ -236,12 +236,12 @@ def build(rules, change=None):
     return call
 
 
-def sharded(mesh, model):
+def shard_router(mesh, model):
     model.router.weight = nn.Parameter(DTensor.from_local(torch.ones(1), mesh.device_mesh["tp"], [Shard(0)]))
     return model
 
 
-def reduced(gradient_of):
+def reduce_with(gradient_of):
     def call(mesh):
         model, _, replicas = ones_model(mesh)
         model.shared.weight.grad = gradient_of(mesh)
@@ -280,17 +280,17 @@ REJECTED = [
     ),
     (
         "sharded over its copies",
-        build(RULES, sharded),
+        build(RULES, shard_router),
         NEW + "router.weight is sharded over a group of its copies (S(0)); give it the rule 'none'",
     ),
     (
         "sparse",
-        reduced(lambda m: torch.eye(3, 2).to_sparse()),
+        reduce_with(lambda m: torch.eye(3, 2).to_sparse()),
         REDUCE + "the gradient of shared.weight is sparse; build its module with sparse=False",
     ),
     (
         "partial",
-        reduced(lambda m: DTensor.from_local(torch.ones(3, 2), m.device_mesh["tp"], [Partial()])),
+        reduce_with(lambda m: DTensor.from_local(torch.ones(3, 2), m.device_mesh["tp"], [Partial()])),
         REDUCE + "the gradient of shared.weight is a partial sum; redistribute it first",
     ),
 ]

@@ -8,7 +8,7 @@ from parity_tests.specimens.small_scheme import summed
 from shardproof import Cost, scheme, values
 
 
-def declared(function, reference, inputs, outputs, **more):
+def sentinel(function, reference, inputs, outputs, **more):
     return scheme(
         **{
             "reference": reference, "mesh": {"tp": (2,)}, "inputs": inputs, "outputs": outputs,
@@ -18,7 +18,7 @@ def declared(function, reference, inputs, outputs, **more):
 
 
 class Twice(torch.autograd.Function):
-    """Right forward, and twice the gradient."""
+    """The forward is right; the backward returns twice the gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -30,7 +30,7 @@ class Twice(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """Right, but the cotangent is another's."""
+    """The gradient is right, but the backward writes to a cotangent that it does not own."""
 
     @staticmethod
     def forward(ctx, x):
@@ -53,18 +53,18 @@ def second_output_wrong(mesh, x):
     return x * 1, x.detach() * 3
 
 
-def unfinished(mesh, x):
-    """The second gradient never comes."""
+def without_gradient(mesh, x):
+    """The result is right, but x gets no gradient."""
     return x.detach() * 1 + 0 * x.detach()
 
 
 def missing_sum(mesh, x):
-    """Half of the ranks' terms stay where they are."""
+    """Each rank returns its own term of the sum."""
     return x * 1
 
 
 def whole_on_each(mesh, x):
-    """Where the ranks' terms should add up to it."""
+    """Each rank returns the whole result; the ranks should return terms that add up to it."""
     return x * 1
 
 
@@ -73,7 +73,7 @@ def one_rank_answers(mesh, x):
 
 
 def order_of_stripes(mesh, x):
-    """As if position 2r + i lay on rank r, where i + 2r does."""
+    """Joins the shards as if they were contiguous; they are striped."""
     gathered = [torch.empty_like(x) for _ in range(2)]
     dist.all_gather(gathered, x.detach().contiguous(), group=mesh["tp"])
     return torch.cat(gathered)
@@ -116,19 +116,19 @@ def same_and_still_double(x):
 
 PIECES = {"x": "b/tp"}
 SENTINELS = {
-    "value": declared(off_by_a_thousandth, same, PIECES, "b/tp", nograd=("x",)),
-    "gradient": declared(twice_the_gradient, same, PIECES, "b/tp"),
-    "second output": declared(second_output_wrong, same_and_still_double, PIECES, ("b/tp", "b/tp")),
-    "no gradient": declared(unfinished, same, PIECES, "b/tp"),
-    "sum": declared(missing_sum, same, {"x": "b tp=P"}, "b tp=I"),
-    "doubled sum": declared(whole_on_each, same, {"x": "b tp=I"}, "b tp=P"),
-    "copy": declared(one_rank_answers, same, {"x": "b tp=I"}, "b tp=I"),
-    "order": declared(order_of_stripes, same, {"x": "b/tp:striped"}, "b tp=I", nograd=("x",)),
-    "cotangent": declared(modified_cotangent, lambda x: 2.0 * x, PIECES, "b/tp"),
-    "input": declared(modified_input, lambda x: 2.0 * x, PIECES, "b/tp"),
-    "cost": declared(
+    "value": sentinel(off_by_a_thousandth, same, PIECES, "b/tp", nograd=("x",)),
+    "gradient": sentinel(twice_the_gradient, same, PIECES, "b/tp"),
+    "second output": sentinel(second_output_wrong, same_and_still_double, PIECES, ("b/tp", "b/tp")),
+    "no gradient": sentinel(without_gradient, same, PIECES, "b/tp"),
+    "sum": sentinel(missing_sum, same, {"x": "b tp=P"}, "b tp=I"),
+    "doubled sum": sentinel(whole_on_each, same, {"x": "b tp=I"}, "b tp=P"),
+    "copy": sentinel(one_rank_answers, same, {"x": "b tp=I"}, "b tp=I"),
+    "order": sentinel(order_of_stripes, same, {"x": "b/tp:striped"}, "b tp=I", nograd=("x",)),
+    "cotangent": sentinel(modified_cotangent, lambda x: 2.0 * x, PIECES, "b/tp"),
+    "input": sentinel(modified_input, lambda x: 2.0 * x, PIECES, "b/tp"),
+    "cost": sentinel(
         chatty, same, {"x": "b tp=P"}, "b tp=I", cost=lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)})
     ),
-    "last bit": declared(last_bit, identity, {"x": "b tp=I"}, "b tp=I"),
-    "not a number": declared(not_a_number, identity, PIECES, "b/tp", nograd=("x",)),
+    "last bit": sentinel(last_bit, identity, {"x": "b tp=I"}, "b tp=I"),
+    "not a number": sentinel(not_a_number, identity, PIECES, "b/tp", nograd=("x",)),
 }  # fmt: skip

@@ -31,10 +31,10 @@ def convolution_halo(
 ) -> Sharded[Tensor, "b m/cp:LAYOUT w c"]:
     """The w = d_conv - 1 rows before each of this rank's m segments, which a causal convolution reads too.
 
-    Under contiguous a rank has one segment, its first: it ends where the sequence of its first token ends. Under
-    dual_chunk_swap it has two per sequence, its chunk of the first half and its chunk of the second. Rows are in the
-    order of the sequence. A row before the start of the sequence is 0. The gradient of a row that another rank reads
-    is sent back to its rank and added there.
+    Under contiguous only the rank's first segment counts, which ends where the sequence of the rank's first token ends.
+    Under dual_chunk_swap a rank has two segments per sequence, its chunk of the first half and its chunk of the second.
+    Rows are in the order of the sequence. A row before the start of the sequence is 0. If another rank reads a row, the
+    row's gradient is sent back to the rank that has the row, and added there.
 
     `layout` is contiguous, dual_chunk_swap (inside each sequence of a packed stream), or a TokenLayout in one of these
     orders or ragged; ranks may hold fewer than w tokens, or none. `cu_seqlens` are the padded offsets of the full
@@ -70,9 +70,9 @@ def causal_conv_over_cp(
         silu(bias + sum over j < k of weight[:, k - 1 - j] * x[t - j])
 
     Positions t - j before the start of t's sequence read zero. `layout` and `cu_seqlens` are as in `convolution_halo`.
-    Sums over taps are in float32 or wider. The gradient of a row that two segments read is rounded to x's dtype in
-    each, before both are added. Under tensor parallelism c is the rank's own channels, c/tp. The gradients of weight
-    and bias are terms, for this rank's rows: the full ones are the SUM over cp.
+    Sums over taps are in float32 or wider. If two segments read a row, each rounds its gradient of that row to x's
+    dtype before the two are added. Under tensor parallelism c is the rank's own channels, c/tp. The gradients of weight
+    and bias are this rank's terms, from its rows: the full ones are the SUM over cp.
 
     Cost:   `convolution_halo` with d_conv = k, and one copy of x with the halo in front of each segment; the
             convolution copies x for each of the k taps, unless causal-conv1d's kernel runs.

@@ -1,8 +1,8 @@
-"""The runs of a rank's stream, cut into blocks, and the chain along which ranks pass states on, by matrix transitions.
+"""The runs of tokens on a rank, cut into blocks, and the chain along which ranks pass on the states of runs.
 
 A run is consecutive tokens of one sequence on one rank. Its final state is `transition @ entering + state`, where
-`state` is the final state if nothing enters. Each rank sends both for the runs that another rank continues; every rank
-then computes the states that enter its own.
+`state` is the final state if nothing enters. Each rank sends `transition` and `state` of the runs that another rank
+continues. Every rank then computes the states that enter its own runs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _in_blocks(
     chunk_size: int,
 ) -> Runs:
     everywhere = torch.arange(layout.counts[layout.cp_rank], device=starts.device)
-    # 1. Blocks no longer than an average sequence has tokens here: a block of a short run is mostly padding.
+    # 1. A block is at most as long as an average sequence here, because a block of a short run is mostly padding.
     typical = (layout.total if layout.is_identity else len(everywhere)) // len(starts)
     size = min(chunk_size, max(min(typical, len(everywhere)), 1))
     blocks = _blocks(starts, stops, everywhere, size)
@@ -158,7 +158,7 @@ class PassedStates(torch.autograd.Function):
             left.append(transitions[:, :, m] @ entering[m] + states[:, :, m])
         ctx.save_for_backward(transitions, _of_this_rank(torch.stack(entering, 2), chain.position))
         ctx.chain, ctx.group = chain, group
-        # A run that begins its sequence is entered by nothing, at whichever place of the row it lies.
+        # No state enters a run that begins its sequence, wherever in the row it lies.
         return torch.where(_enters(chain), _of_this_rank(torch.stack(left, 2), chain.before), 0.0)
 
     @staticmethod

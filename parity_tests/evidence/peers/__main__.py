@@ -51,12 +51,12 @@ def main(
             continue
         for name in (engine,) if engine else ENGINES:
             for file in files(folder):
-                outcomes += judged(file, name, examples)
+                outcomes += judge_file(file, name, examples)
     kept = {(file, name): read(file, name) for name in ENGINES for file in files()}
     if missing := {file.parent.name for (file, _), of_file in kept.items() if of_file is None}:
         print(f"the page is not written: no verdicts of {', '.join(sorted(missing))} on {' and '.join(ENGINES)}")
     else:
-        scripts = {finding.script: printed(finding) for finding in FINDINGS}
+        scripts = {finding.script: run_script(finding) for finding in FINDINGS}
         every = [each for of_file in kept.values() for each in of_file or ()]
         write(text(every, {folder: version(folder) or "" for folder in PROJECTS}, scripts), page)
     unexpected = [each for each in outcomes if not each.is_expected]
@@ -86,7 +86,7 @@ def version(folder: str) -> str | None:
         return None
 
 
-def judged(file: Path, engine: str, examples: int) -> list[Outcome]:
+def judge_file(file: Path, engine: str, examples: int) -> list[Outcome]:
     """The outcomes of one file in a process of its own, printed as they come."""
     start = time.perf_counter()
     Journal(JOURNAL).add({"key": key(file, engine), "outcomes": None})
@@ -106,7 +106,7 @@ def judged(file: Path, engine: str, examples: int) -> list[Outcome]:
     return outcomes
 
 
-def printed(finding: Finding) -> str:
+def run_script(finding: Finding) -> str:
     """The output of a finding's plain script on processes of its own, with its lines sorted where ranks race."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(finding.ranks)]
     script = FOLDER / "scripts" / f"{finding.script}.py"

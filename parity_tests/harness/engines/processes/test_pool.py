@@ -62,15 +62,15 @@ def test_hot_start_at_world_8() -> None:
     assert time.monotonic() - start < HOT_START_S * LOADED
 
 
-def imported_by_a_backward(mesh: Any, case: CaseSpec) -> list[str]:
+def find_new_modules(mesh: Any, case: CaseSpec) -> list[str]:
     x, before = torch.ones(2, requires_grad=True), set(sys.modules)
     torch.autograd.grad(x * x, x, torch.ones(2))
     return sorted(set(sys.modules) - before)
 
 
 def test_the_first_backward_of_a_rank_imports_nothing() -> None:
-    """Torch imports SymPy for a given cotangent, which takes a third of a second: the server imports it before."""
-    assert pool.run(imported_by_a_backward, case(2)).results == ([], [])
+    """Torch imports SymPy when a cotangent is given. That takes a third of a second, so the server imports it first."""
+    assert pool.run(find_new_modules, case(2)).results == ([], [])
 
 
 def has_modules(mesh: Any, case: CaseSpec) -> list[bool]:

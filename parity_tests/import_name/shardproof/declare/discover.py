@@ -32,7 +32,7 @@ from shardproof.endings.raised import message_of, pass_interrupt
 from shardproof.places import SHARDPROOF, TESTS, component_folders
 
 TABLE: dict[str, Declared] = {}
-_spec_of: dict[str, Any] = {}  # of the module that declares a scheme, by its key: each import has its own
+_spec_of: dict[str, Any] = {}  # by a scheme's key, the spec of the declaring module: each import makes a new spec
 
 
 def enter(scheme: Declared, errors: Callable[[str], ValueError]) -> None:
@@ -63,7 +63,7 @@ def declaring_file(scheme: Declared) -> str:
 
 
 def _is_defined_twice(scheme: Declared) -> bool:
-    """Whether its file has two functions with that name; ignores one that only moved since the last import."""
+    """Whether the scheme's file now has two functions of its name: one may only have moved since the last import."""
     linecache.checkcache(scheme.file)
     starts = f"def {scheme.name}("
     return sum(line.startswith(starts) for line in linecache.getlines(scheme.file)) > 1
@@ -103,12 +103,12 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
     by_key: dict[str, Declared | FailedDeclaration | FailedImport] = {}
     here = os.getcwd() if targets else ""
 
-    def still(file: str | Path) -> str:
-        """The same file, also after an earlier one has changed the working folder when it was imported."""
+    def from_here(file: str | Path) -> str:
+        """The file's path from the first working folder, which an earlier file may have changed at its import."""
         return str(file) if os.getcwd() == here else os.path.join(here, file)
 
-    def of_one_of_several(file: str, name: str = "") -> Sequence[Declared | FailedDeclaration | FailedImport]:
-        """One file may have no scheme, or an import that fails: the others are judged all the same."""
+    def try_declarations(file: str, name: str = "") -> Sequence[Declared | FailedDeclaration | FailedImport]:
+        """A file without schemes, or whose import fails, is returned as a failure, so that the others are judged."""
         try:
             return [declaration_of_file(file, name)] if name else declarations_of_file(file)
         except (NoScheme, BrokenImport, LeftImport) as error:
@@ -117,20 +117,20 @@ def find_declarations(targets: list[str]) -> list[Declared | FailedDeclaration |
 
     for target in targets or ["*"]:
         file, _, name = target.partition("::")
-        path = Path(still(target)) if targets else Path(target)
+        path = Path(from_here(target)) if targets else Path(target)
         found: Sequence[Declared | FailedDeclaration | FailedImport]
         if not is_path(str(path)):
             found = _schemes_by_pattern(target)
         elif name:
-            of_one = of_one_of_several if len(targets) > 1 else lambda file, name: [declaration_of_file(file, name)]
-            found = of_one(still(file), name)
+            find_one = try_declarations if len(targets) > 1 else lambda file, name: [declaration_of_file(file, name)]
+            found = find_one(from_here(file), name)
         elif path.is_dir():
             files = [file for file in python_files(path) if declares(file)]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
-            found = [each for file in files for each in of_one_of_several(still(file))]
+            found = [each for file in files for each in try_declarations(from_here(file))]
         else:
-            found = (declarations_of_file if len(targets) == 1 else of_one_of_several)(still(target))
+            found = (declarations_of_file if len(targets) == 1 else try_declarations)(from_here(target))
         by_key |= {each.key: each for each in found}
     return list(by_key.values())
 
@@ -233,7 +233,7 @@ def module_of_file(file: str) -> ModuleType:
     """Import a file; its functions are pickled by value. Errors: UnusableTarget."""
     try:
         path = Path(file).resolve()
-    except (OSError, RuntimeError):  # by the version of Python
+    except (OSError, RuntimeError):  # which one depends on the version of Python
         raise UnusableTarget(f"{file}: is a loop of symbolic links; give a file") from None
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UnusableTarget(f"{file}: is a pipe or a device; give a file")
@@ -247,10 +247,10 @@ def module_of_file(file: str) -> ModuleType:
     try:
         if record is None or _name_of(path) in sys.modules:
             with exits.raised():
-                return _imported(path)
+                return _import_file(path)
         record.begin(key)
         try:
-            return _imported(path)
+            return _import_file(path)
         finally:
             record.done(key)
     except SystemExit as left:
@@ -258,7 +258,7 @@ def module_of_file(file: str) -> ModuleType:
 
         at = at_users_line(left)
         what = f" by {message_of(left)}" if isinstance(left.code, str) else ""
-        remedy = "put what runs under if __name__ == '__main__'"
+        remedy = "run that code only if __name__ == '__main__'"
         raise LeftImport(f"cannot import {file}: it exits{what}{at}; {remedy}", _line_of(path, at)) from None
     except BaseException as error:
         pass_interrupt(error)
@@ -329,7 +329,7 @@ def import_on_rank(file: str) -> None:
     is_importing_on_rank = True
     try:
         with exits.raised():
-            _imported(Path(file))
+            _import_file(Path(file))
     except (LeftToParent, SystemExit):  # the parent has reported an exit
         pass
     finally:
@@ -345,19 +345,19 @@ def _name_of(path: Path) -> str:
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles a file each time. Bytecode of another text with the same size and second would be another scheme."""
+    """Compiles a file each time: cached bytecode may be of an earlier text with the same size, from the same second."""
 
     def get_code(self, fullname: str) -> Any:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _imported(path: Path) -> ModuleType:
+def _import_file(path: Path) -> ModuleType:
     if path.is_relative_to(SHARDPROOF):
         return importlib.import_module(".".join(path.relative_to(SHARDPROOF.parent).with_suffix("").parts))
     if path.is_relative_to(TESTS):
-        return _imported_test(path)
+        return _import_test(path)
     if (path.parent / "__init__.py").is_file():
-        return _imported_with_package(path)
+        return _import_in_package(path)
     name = _name_of(path)
     if name in _left:
         raise _left[name]
@@ -393,21 +393,21 @@ def _is_ours(path: Path) -> bool:
 
 
 def _are_tests_hidden() -> bool:
-    """Whether a package or file `parity_tests` of the user's stands before ours on the path."""
+    """Whether the user has a package or file `parity_tests` that is found before ours."""
     package = importlib.import_module(TESTS.name)
     first, *_ = [*vars(package).get("__path__", ()), ""]  # a file parity_tests.py has none
     return Path(first).resolve() != TESTS
 
 
-def _imported_test(path: Path) -> ModuleType:
-    """A file of the built-in schemes, which Python finds behind a package of the user's that has the same name."""
+def _import_test(path: Path) -> ModuleType:
+    """Import a file of the built-in schemes, even if the user has a package of the same name."""
     if _are_tests_hidden():
         package = importlib.import_module(TESTS.name)
         package.__path__ = list(dict.fromkeys([*vars(package).get("__path__", ()), str(TESTS)]))
     return importlib.import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
 
 
-def _imported_with_package(path: Path) -> ModuleType:
+def _import_in_package(path: Path) -> ModuleType:
     """Import a file of a package under its dotted name, so that its relative imports work."""
     root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
     name = ".".join(path.relative_to(root).with_suffix("").parts)

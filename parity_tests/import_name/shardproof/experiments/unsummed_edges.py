@@ -49,7 +49,7 @@ Graph = list[tuple[Edge, Any, Any]]  # each edge with its two nodes, nearest to 
 
 
 def places_of_missing_sums(scheme: Declared, report: Report, labels: Sequence[str], axis: str) -> dict[str, str]:
-    """The lines that lack a sum over `axis`, for each gradient that the sum makes right and no right tensor wrong.
+    """For each gradient, the line where a sum over `axis` makes it right and makes no right tensor wrong.
 
     Cost: at most 1 + MAX_RUNS runs of the case.
     """
@@ -76,7 +76,7 @@ def _keep_rank_0(graph: Graph, own: Graph) -> None:
 
 
 def _candidates(graph: Graph) -> Iterator[tuple[Edge, ...]]:
-    """The edges of a line, hand-written functions first; of several on a line, each; then all edges into one tensor."""
+    """Edges to try together: all of a line, hand-written backwards first; each alone; then all into one tensor."""
     edges = sorted(dict.fromkeys(edge for edge, _, _ in graph), key=lambda edge: not edge.is_handwritten)
     lines = dict.fromkeys(replace(edge, number=0) for edge in edges)
     of_lines = [tuple(edge for edge in edges if replace(edge, number=0) == line) for line in lines]
