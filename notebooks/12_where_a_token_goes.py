@@ -14,10 +14,10 @@
 # %% [markdown]
 # # Where a token goes
 #
-# A mixture of experts, its experts sharded over `ep`: a router chooses k experts for each token, which travels to the
-# ranks of its experts, and the sums of what these make of it travel back. Who sends how much to whom, which exchange
-# sends less, the layer verified against every expert on every token, and a gradient that is lost on the way.
-# Everything runs on this CPU.
+# The experts of a mixture of experts are sharded over `ep`. A router chooses k experts for each token. The token
+# travels to the ranks of its experts, and each of these ranks sends back the sum of its experts' outputs. This notebook
+# shows who sends how much to whom and which exchange sends less. It verifies the layer against a reference that runs
+# every expert on every token, and then loses a gradient on purpose. Everything runs on this CPU.
 
 # %%
 # %matplotlib inline
@@ -55,18 +55,18 @@ rank_legend(figure, EP, "expert on rank")
 plt.show()
 
 # %% [markdown]
-# What rank i sends to rank j are the tokens of i with any expert on j, each once, however many of its experts are
-# there: an uneven all-to-all. The counts travel first, so that each rank knows how many rows to expect.
+# Rank i sends to rank j those of its tokens that have an expert on j, each token once, however many of its experts are
+# there. This is an uneven all-to-all. The counts travel first, so that each rank knows how many rows to expect.
 
 
 # %%
-def sent(rank_of_expert):
-    """sent[i, j]: tokens of rank i that rank j has an expert of."""
+def count_sent(rank_of_expert):
+    """At [i, j] the number of rank i's tokens that have an expert on rank j."""
     of_rank = rank_of_expert.view(EP, -1, rank_of_expert.shape[1])
     return torch.stack([(of_rank == j).any(-1).sum(1) for j in range(EP)], 1)
 
 
-counts = sent(rank_of_expert)
+counts = count_sent(rank_of_expert)
 print("rows from rank (row) to rank (column):", *counts.tolist(), sep="\n  ")
 print("rows that travel to another rank or stay:", counts.sum().item(), "for", experts.numel(), "choices")
 print("rows that the experts of each rank compute:", rank_of_expert.flatten().bincount(minlength=EP).tolist())
@@ -74,10 +74,10 @@ print("rows that the experts of each rank compute:", rank_of_expert.flatten().bi
 # %% [markdown]
 # ## Which exchange sends less
 #
-# A token travels to the ranks of its experts, and a sum comes back from each: that grows with k until every rank has
-# one of its experts. The alternative gathers all tokens on all ranks and scatters the sums, whatever the choices are;
-# its sums travel in float32. With numbers of two bytes it always sends more, with numbers of four it is about even
-# where every token goes everywhere.
+# A token travels to the ranks of its experts, and a sum comes back from each. This traffic grows with k until every
+# rank has an expert of every token. The alternative gathers all tokens on all ranks and scatters the sums, whatever the
+# choices are; its sums travel in float32. If tokens have two bytes per number, the alternative always sends more. With
+# four bytes both send about the same once every token goes to every rank.
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(10.5, 3), sharey=True, layout="constrained")
@@ -97,9 +97,9 @@ plt.show()
 # %% [markdown]
 # ## The layer, verified
 #
-# The reference has no dispatch: every expert on every token, times a gate that is 0 where it was not chosen. Values
-# and the gradients of tokens, router logits and both weights must be those. Each rank returns the output of its own
-# tokens; the number of them differs between ranks, and may be 0.
+# The reference has no dispatch: it runs every expert on every token and multiplies by a gate, which is 0 if the expert
+# was not chosen. The layer must have the reference's values and its gradients of tokens, router logits and both
+# weights. Each rank returns the output of its own tokens; their number differs between ranks, and may be 0.
 
 
 # %%
@@ -155,14 +155,14 @@ print(mixture_without_a_router_gradient.verify(ep=2, e=4, k=2))
 # %% [markdown]
 # ## Your turn
 #
-# 1. With one expert for each token and gates over their sum (`k=1`, `norm_topk_prob=True`) the mistake above is not
-#    seen. Why?
+# 1. With one expert for each token and gates divided by their sum (`k=1`, `norm_topk_prob=True`) the mistake above is
+#    not seen. Why?
 # 2. All tokens choose expert 0. How many rows does rank 0 compute, and what do the other ranks send?
 #
 # The next cell has the answers.
 
 # %%
 single, first, _ = softmax_top_k(logits, 1, norm_topk_prob=True)
-print("1. a gate that is its own sum is 1 and has no gradient:", single.unique().tolist())
+print("1. a gate divided by itself is 1 and has no gradient:", single.unique().tolist())
 lonely = torch.zeros_like(experts[:, :1])
-print("2. rows from rank to rank:", sent(lonely // (E // EP)).tolist())
+print("2. rows from rank to rank:", count_sent(lonely // (E // EP)).tolist())

@@ -8,7 +8,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class FilesOfSchemes(BuildHookInterface):
-    """An editable install needs none: the folder of the clone is on its path."""
+    """Adds the files to a wheel. An editable install needs none: the folder of the clone is on its path."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":

@@ -53,7 +53,7 @@ class Sizes:
 
 
 def figures(rounds: int = ROUNDS) -> Iterator[Figure]:
-    """Ours over the bare messages and over Megatron-core's in each dtype; then with the default allocation."""
+    """Our time over that of bare messages and of Megatron-core, in each dtype; then with the default allocation."""
     for dtype in ("float32", "bfloat16"):
         yield from figures_of(Sizes(), dtype, WORLD, rounds, keeps_pages=True)
     yield from figures_of(Sizes(), "float32", WORLD, rounds, keeps_pages=False)
@@ -85,23 +85,23 @@ def figures_of(sizes: Sizes, dtype: str, world: int, rounds: int, keeps_pages: b
             continue
         ratio = _median(totals[OURS]) / _median(totals[over])
         is_met = (ratio <= at_most if over == WIRE else ratio < at_most) if keeps_pages else None
-        where = _beside_megatron(by_rank[0]) if over == MEGATRON else _where(totals, by_rank[0])
-        yield Figure(title, promised, _measured(totals, over, ratio), is_met, f"{how}; {where}")
+        where = _beside_megatron(by_rank[0]) if over == MEGATRON else _explain_times(totals, by_rank[0])
+        yield Figure(title, promised, _describe(totals, over, ratio), is_met, f"{how}; {where}")
 
 
-def _measured(totals: Mapping[str, list[float]], over: str, ratio: float) -> str:
+def _describe(totals: Mapping[str, list[float]], over: str, ratio: float) -> str:
     rounds = [ours / other for ours, other in zip(totals[OURS], totals[over], strict=True)]
     ours, other = (spread([1e3 * seconds for seconds in totals[name]]) for name in (OURS, over))
     return f"{ratio:.3g} times, by round {spread(rounds)}; {ours} ms beside {other} ms"
 
 
-def _where(totals: Mapping[str, list[float]], rank: Mapping[str, Any]) -> str:
-    """The bare exchange, called the wire, which messages ours sends instead, and where our time goes."""
+def _explain_times(totals: Mapping[str, list[float]], rank: Mapping[str, Any]) -> str:
+    """What the wire is, which messages ours sends instead, and where our time goes."""
     wire, own, ours = (_median(totals[name]) for name in (WIRE, OWN, OURS))
     return (
-        "the wire is the bare all_to_alls of a row for each choice, there and back, between buffers that are there "
-        f"already; ours sends a row once to each rank of a token: bare, these messages take {own / wire:.3g} times the "
-        f"wire, and ours {ours / own:.3g} times as much as these; ours: {rank['operations']}"
+        "the wire is bare all_to_alls with a row for each choice, there and back, between allocated buffers; ours "
+        f"sends a row once to each rank of a token: these messages alone take {own / wire:.3g} times the wire, and "
+        f"all of ours takes {ours / own:.3g} times these messages; ours: {rank['operations']}"
     )
 
 
@@ -118,7 +118,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     group = dist.new_group(list(range(world)))
     setting = json.loads((folder / "sizes.json").read_text())
-    tokens = _drawn(Sizes(**setting["sizes"]), rank, world, getattr(torch, setting["dtype"]))
+    tokens = _draw_tokens(Sizes(**setting["sizes"]), rank, world, getattr(torch, setting["dtype"]))
     arms: dict[str, Callable[[], list[Tensor] | None]] = {
         WIRE: Wire.of(tokens, group, kind=1).messages,
         OWN: Wire.of(tokens, group, kind=0).messages,
@@ -131,11 +131,11 @@ def main(rank: int, world: int, folder: Path) -> None:
         layer = megatron_layer(tokens.num_experts, tokens.experts, tokens.x.shape[1], group)
         arms[MEGATRON] = lambda: tokens.differentiated(lambda x, gates: Combined(*layer(x, gates)))
     figures: dict[str, Any] = {"missing": reason, "seconds": {name: [] for name in arms}}
-    figures["error"] = _compared(tokens, {name: arm() for name, arm in arms.items() if name not in (WIRE, OWN)})
+    figures["error"] = _compare(tokens, {name: arm() for name, arm in arms.items() if name not in (WIRE, OWN)})
     for turn in range(WARM + setting["rounds"]):
         for name, arm in arms.items():
             dist.barrier(group)
-            start = time.process_time()  # of this process, the threads of the messages included
+            start = time.process_time()  # includes the threads that send messages
             arm()
             if turn >= WARM:
                 figures["seconds"][name].append(time.process_time() - start)
@@ -147,7 +147,7 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Combined:
-    """The layer's output, the rows that reached their experts, which change nothing, and these rows' gates."""
+    """The layer's output, the rows that reached their experts and left them unchanged, and the gates of these rows."""
 
     y: Tensor
     rows: Tensor
@@ -167,7 +167,8 @@ class Tokens:
     def differentiated(self, layer: Callable[[Tensor, Tensor], Combined]) -> list[Tensor]:
         """Output, and the gradients of tokens and gates.
 
-        Experts multiply their hidden columns by the gates; here a gate's cotangent is the first number of its row.
+        In the layer experts multiply by the gates. There are no experts here, so the cotangent of a gate is the first
+        number of its row.
         """
         x, gates = self.x.detach().requires_grad_(), self.gates.detach().requires_grad_()
         combined = layer(x, gates)
@@ -176,7 +177,7 @@ class Tokens:
         return [combined.y.detach(), *torch.autograd.grad(outputs, (x, gates), (self.cotangent, of_gates))]
 
 
-def _drawn(sizes: Sizes, rank: int, world: int, dtype: torch.dtype) -> Tokens:
+def _draw_tokens(sizes: Sizes, rank: int, world: int, dtype: torch.dtype) -> Tokens:
     generator = torch.Generator().manual_seed(rank)
     shape = sizes.tokens // world, sizes.d
     x, cotangent = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
@@ -202,7 +203,7 @@ def our_layer(tokens: Tokens, x: Tensor, gates: Tensor, group: ProcessGroup) -> 
 
 @dataclass(frozen=True)
 class Wire:
-    """The bare messages of a layer, there and back, between buffers that are there already."""
+    """The bare messages of a layer, there and back, between buffers that are allocated beforehand."""
 
     there: Tensor
     here: Tensor
@@ -212,7 +213,7 @@ class Wire:
 
     @staticmethod
     def of(tokens: Tokens, group: ProcessGroup, kind: int) -> Wire:
-        """Of one row for each rank of a token, kind 0, or of one row for each of its choices, kind 1."""
+        """The messages with a row for each rank that a token goes to (kind 0), or for each of its choices (kind 1)."""
         _, counts = destinations(tokens.experts, group.size(), tokens.num_experts // group.size())
         sent = counts[:, kind].contiguous()
         to_ranks, from_ranks = sent.tolist(), all_to_all_equal(sent, group).tolist()
@@ -226,7 +227,7 @@ class Wire:
             dist.all_to_all_single(self.there, self.here, self.to_ranks, self.from_ranks, group=self.group)
 
 
-def _compared(tokens: Tokens, results: Mapping[str, list[Tensor] | None]) -> float:
+def _compare(tokens: Tokens, results: Mapping[str, list[Tensor] | None]) -> float:
     """Our largest error over Megatron's, or, if it is not installed, over the formula's in the same dtype.
 
     Errors: as `error_ratio`.

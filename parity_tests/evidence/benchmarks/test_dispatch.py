@@ -24,10 +24,10 @@ def test_figures_of_few_tokens(keeps_pages):
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("off_by", [1.0, torch.nan])
 def test_a_dispatch_that_is_wrong_is_not_timed(which, off_by):
-    tokens = dispatch._drawn(FEW, 0, 2, torch.float32)
+    tokens = dispatch._draw_tokens(FEW, 0, 2, torch.float32)
     k = FEW.k
     right = tokens.differentiated(lambda x, gates: Combined(k * x, x.repeat_interleave(k, 0), gates.flatten()))
-    assert dispatch._compared(tokens, {OURS: right}) <= 1
+    assert dispatch._compare(tokens, {OURS: right}) <= 1
     wrong = [x + off_by if i == which else x for i, x in enumerate(right)]
     with pytest.raises(RuntimeError, match="it is not timed"):
-        dispatch._compared(tokens, {OURS: wrong})
+        dispatch._compare(tokens, {OURS: wrong})

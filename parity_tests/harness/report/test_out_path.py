@@ -87,7 +87,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "out.json"]
 
 
-def test_a_file_that_cannot_be_written_costs_no_other(tmp_path):
+def test_the_other_files_are_written_if_one_cannot_be(tmp_path):
     missing, there = tmp_path / "missing" / "out.json", tmp_path / "out.xml"
     with pytest.raises(OSError, match="No such file"):
         write_texts({str(missing): lambda: "lost", str(there): lambda: "kept"})

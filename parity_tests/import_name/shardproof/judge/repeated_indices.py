@@ -1,16 +1,16 @@
 """A sum over repeated indices, such as the gradient of an embedding, may round after each term.
 
-Sums over a dim run in float32, also in 16-bit code: libraries accumulate them so. Rows of one index they may add one
-after another in the dtype of the tensor: torch does in the gradient of `weight[ids]` and of `embedding` on a CPU, and
-wherever a GPU adds atomically. No line of the code under test asks for it.
+Libraries accumulate sums over a dim in float32, also in 16-bit code. But they may add the rows of one index one after
+another in the dtype of the tensor: torch does so in the gradient of `weight[ids]` and of `embedding` on a CPU, and
+wherever a GPU adds atomically. No line of the code under test asks for this.
 
 Terms x_1 ... x_n have the partial sums S_j. Each addition is off by u |S_j| at most; in a random order of the terms
 the mean of S_j^2 over j is about S_n^2 / 3 + sum(x_i^2) / 6, and the errors add up to at most
 
     u (n - 1) sqrt(S_n^2 / 3 + sum(x_i^2) / 6)
 
-This is a bound, which also holds where the sum is so large that another term changes nothing. Budgets are K root mean
-squares of the errors, so that 1 / K of it is one.
+This is a bound, which also holds if the sum is so large that another term changes nothing. A budget is K times the root
+mean square of the errors, so here the bound divided by K stands for the root mean square.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def adds_by_index(equation: Any) -> bool:
 
 
 def additions_of(rule: Rule, equation: Any, nested: Any, xp: Any) -> Callable[..., Any]:
-    """(result, operand, indices, updates) -> 1 / K of the bound, for u = 1."""
+    """A function (result, operand, indices, updates) -> the bound divided by K, for u = 1."""
     add, _ = rule(equation, (False, False, False), nested)
 
     def size(result: Any, operand: Any, indices: Any, updates: Any) -> Any:
