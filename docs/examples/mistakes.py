@@ -21,7 +21,7 @@ class Mistake:
     says: tuple[str, ...]
     at: str | None = None
     engine: str = "lockstep"
-    patience: float | None = None  # seconds of silence after which one case is given up; None: search among many cases
+    patience: float | None = None  # seconds without progress before one case is given up; None: search many cases
 
     @property
     def source(self) -> str:

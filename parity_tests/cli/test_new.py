@@ -57,13 +57,13 @@ def nothing(group):
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch):
-    """The example in the working folder, which is a test's own; the module of an earlier test's folder is forgotten."""
+    """Copy the example to the test's own working folder, and forget the module that an earlier test imported."""
     monkeypatch.delitem(sys.modules, "my_function", raising=False)
     shutil.copy(EXAMPLE, "my_function.py")
 
 
-def verified(reference):
-    """Output of another process, which has imported no other my_function.py, once the reference is written."""
+def fill_and_verify(reference):
+    """Write the reference; the output of verify in a process that has imported no other my_function.py."""
     text = Path(OUT).read_text()
     assert text.count(RAISES) == 1
     Path(OUT).write_text(text.replace(RAISES, f"    return {reference}"))
@@ -73,8 +73,8 @@ def verified(reference):
     return done.stdout
 
 
-def is_clean():
-    """ruff's output on the file, with its default rules and line length, and more rules."""
+def ruff_complaints():
+    """ruff's complaints about the file, with the default line length and more than the default rules."""
     ruff = Path(sysconfig.get_path("scripts")) / "ruff"
     programs = (["check", "--select", "E,F,I,UP,B,SIM,RUF"], ["format", "--check"])
     commands = [[ruff, *program, "--isolated", OUT] for program in programs]
@@ -88,11 +88,11 @@ def test_the_example_is_written_as_the_page_shows_and_verifies_once_it_is_filled
     assert (status, err) == (0, "")
     assert out == f"{OUT}: write the reference; then shardproof verify {OUT}\n"
     (shown,) = (b.text for b in blocks("docs/how-to/start-from-a-function.md") if b.language == "text")
-    assert Path(OUT).read_text().endswith(shown) and is_clean() == []
+    assert Path(OUT).read_text().endswith(shown) and ruff_complaints() == []
     status, _, err = shardproof("verify", OUT)
     assert status == 2 and "raised NotImplementedError at scheme_scaled_logits.py:" in err
     assert err.endswith("write the reference of scaled_logits\n")
-    assert "1 scheme, 0 mismatches, 0 not run." in verified("2.0 * hidden @ weight")
+    assert "1 scheme, 0 mismatches, 0 not run." in fill_and_verify("2.0 * hidden @ weight")
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_annotations_are_read(shardproof):
     text = Path(OUT).read_text()
     assert '"hidden": "b d tp=R",' in text and '"weight": "d v/tp",' in text and 'outputs="b v/tp",' in text
     assert "(mesh, hidden, weight, device_mesh=mesh.device_mesh, tp_group=mesh[mesh.axes[0]])" in text
-    assert "1 scheme, 0 mismatches, 0 not run." in verified("2.0 * hidden @ weight")
+    assert "1 scheme, 0 mismatches, 0 not run." in fill_and_verify("2.0 * hidden @ weight")
 
 
 def test_integers_are_drawn_below_the_largest_seen(shardproof):
@@ -111,14 +111,14 @@ def test_integers_are_drawn_below_the_largest_seen(shardproof):
     assert shardproof("new", "my_function.py::scaled_logits", "--inputs", "inputs")[0] == 0
     text = Path(OUT).read_text()
     assert '"table": "a b tp=I",' in text and '"ids": "c d",' in text and 'outputs="c d b tp=I",' in text
-    assert 'draw={"ids": integers(0, 4)},' in text and is_clean() == []
+    assert 'draw={"ids": integers(0, 4)},' in text and ruff_complaints() == []
 
 
 @pytest.mark.parametrize("engine", ["lockstep", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_a_file_whose_name_is_no_modules_is_imported_by_its_path(engine, shardproof):
+def test_a_file_whose_name_cannot_be_a_module_is_imported_by_its_path(engine, shardproof):
     Path("my_function.py").rename("13_x.py")
     assert shardproof("new", "13_x.py::scaled_logits", "--inputs", "inputs", "--mesh", "tp=2")[0] == 0
-    assert is_clean() == []
+    assert ruff_complaints() == []
     text = Path(OUT).read_text().replace(RAISES, "    return 2.0 * hidden @ weight")
     Path(OUT).write_text(text)
     status, out, err = shardproof("verify", OUT, "--examples", "2", "--engine", engine)
@@ -130,7 +130,7 @@ def test_an_unknown_spec_stays_open_and_is_rejected_by_name(shardproof):
     assert status == 0 and out.startswith(
         f"{OUT}: write the reference, the spec of hidden, the spec of weight, the spec of the result; then "
     )
-    assert is_clean() == []
+    assert ruff_complaints() == []
     status, _, err = shardproof("verify", OUT)
     assert status == 2 and "spec '?' (input 'hidden'): is left open; write its dims and which of them an axis" in err
 
@@ -148,7 +148,7 @@ def test_an_unknown_spec_stays_open_and_is_rejected_by_name(shardproof):
         (("none.py::scaled_logits",), 2, "none.py: no such file"),
     ],
 )
-def test_an_unwritable_file_is_one_sentence(shardproof, arguments, status, sentence):
+def test_a_rejection_is_one_sentence(shardproof, arguments, status, sentence):
     got, out, err = shardproof("new", *arguments)
     assert (got, out) == (status, "") and sentence in err and len(err.splitlines()) == 1
     assert not Path(OUT).exists()

@@ -1,4 +1,4 @@
-"""Every message with which log-probabilities reject arguments, in full, on every rank and before anything is sent."""
+"""All messages by which log-probabilities reject arguments; every rank raises them before anything is sent."""
 
 import itertools
 from operator import mul
@@ -17,38 +17,38 @@ TARGET = torch.zeros(2, 8, dtype=torch.int64)
 HINT = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
 
 
-def face(group, logits=LOGITS, target=TARGET, start=0, end=8, **options):
+def call_logprob(group, logits=LOGITS, target=TARGET, start=0, end=8, **options):
     return vp.vocab_parallel_logprob(logits, target, group, vocab_start_index=start, vocab_end_index=end, **options)
 
 
-def plain(group, logits=LOGITS, target=TARGET, start=0, end=8, temperature=1.0):
+def call_plain(group, logits=LOGITS, target=TARGET, start=0, end=8, temperature=1.0):
     return vp.DistributedLogprob.apply(logits, target, start, end, group, False, temperature)
 
 
-def chunked(group, chunk_size):
+def call_chunked(group, chunk_size):
     return vp.ChunkedDistributedLogprob.apply(LOGITS, TARGET, 0, 8, chunk_size, group)
 
 
 TYPE_ERRORS = [
-    (lambda g: face(None), f"vocab_parallel.logprob: tp_group is None; {HINT}"),
-    (lambda g: face(0), f"vocab_parallel.logprob: tp_group is an int; {HINT}"),
-    (lambda g: plain(None), f"vocab_parallel.DistributedLogprob: group is None; {HINT}"),
-    (lambda g: chunked(None, 1), f"vocab_parallel.ChunkedDistributedLogprob: tp_group is None; {HINT}"),
+    (lambda g: call_logprob(None), f"vocab_parallel.logprob: tp_group is None; {HINT}"),
+    (lambda g: call_logprob(0), f"vocab_parallel.logprob: tp_group is an int; {HINT}"),
+    (lambda g: call_plain(None), f"vocab_parallel.DistributedLogprob: group is None; {HINT}"),
+    (lambda g: call_chunked(None, 1), f"vocab_parallel.ChunkedDistributedLogprob: tp_group is None; {HINT}"),
     (
         lambda g: vp._compute_distributed_log_softmax(LOGITS, None),
         f"vocab_parallel.log_softmax: group is None; {HINT}",
     ),
     (lambda g: vp._compute_distributed_softmax(LOGITS, None), f"vocab_parallel.softmax: group is None; {HINT}"),
     (
-        lambda g: face(g, target=TARGET.float()),
+        lambda g: call_logprob(g, target=TARGET.float()),
         "vocab_parallel.logprob: target is float32; ids must be int32 or int64",
     ),
     (
-        lambda g: plain(g, target=TARGET.bool()),
+        lambda g: call_plain(g, target=TARGET.bool()),
         "vocab_parallel.DistributedLogprob: target is bool; ids must be int32 or int64",
     ),
     (
-        lambda g: face(g, logits=LOGITS.long()),
+        lambda g: call_logprob(g, logits=LOGITS.long()),
         "vocab_parallel.logprob: vocab_parallel_logits is int64; logits must be floating",
     ),
     (
@@ -58,54 +58,54 @@ TYPE_ERRORS = [
 ]
 VALUE_ERRORS = [
     (
-        lambda g: face(g, logits=torch.tensor(1.0), target=torch.tensor(0)),
+        lambda g: call_logprob(g, logits=torch.tensor(1.0), target=torch.tensor(0)),
         "vocab_parallel.logprob: vocab_parallel_logits has no dims; the last one must be the vocabulary",
     ),
     (
-        lambda g: face(g, target=TARGET[:, :7]),
+        lambda g: call_logprob(g, target=TARGET[:, :7]),
         "vocab_parallel.logprob: target is [2, 7] but vocab_parallel_logits has leading shape [2, 8]",
     ),
     (
-        lambda g: plain(g, target=TARGET.unsqueeze(-1)),
+        lambda g: call_plain(g, target=TARGET.unsqueeze(-1)),
         "vocab_parallel.DistributedLogprob: target is [2, 8, 1] but vocab_parallel_logits has leading shape [2, 8]",
     ),
     (
-        lambda g: face(g, end=16),
+        lambda g: call_logprob(g, end=16),
         "vocab_parallel.logprob: vocab range [0, 16) has 16 ids but vocab_parallel_logits has 8 columns",
     ),
     (
-        lambda g: face(g, start=-1),
+        lambda g: call_logprob(g, start=-1),
         "vocab_parallel.logprob: vocab range [-1, 8) starts below 0; vocab_start_index is its first id",
     ),
     (
-        lambda g: plain(g, start=8, end=4),
+        lambda g: call_plain(g, start=8, end=4),
         "vocab_parallel.DistributedLogprob: vocab range [8, 4) is reversed; vocab_end_index is one past its last id",
     ),
     (
-        lambda g: chunked(g, 0),
+        lambda g: call_chunked(g, 0),
         "vocab_parallel.ChunkedDistributedLogprob: chunk_size=0 must be at least 1, or None for automatic blocks",
     ),
     (
-        lambda g: face(g, chunk_size=-3),
+        lambda g: call_logprob(g, chunk_size=-3),
         "vocab_parallel.logprob: chunk_size=-3 must be at least 1, or None for automatic blocks",
     ),
-    (lambda g: face(g, temperature=0.0), "vocab_parallel.logprob: temperature=0.0 must be positive"),
+    (lambda g: call_logprob(g, temperature=0.0), "vocab_parallel.logprob: temperature=0.0 must be positive"),
     (
-        lambda g: plain(g, temperature=float("nan")),
+        lambda g: call_plain(g, temperature=float("nan")),
         "vocab_parallel.DistributedLogprob: temperature=nan must be finite",
     ),
     (
-        lambda g: face(g, backend="cuda"),
+        lambda g: call_logprob(g, backend="cuda"),
         "vocab_parallel.logprob: backend='cuda' is not one of auto, eager, compile, triton",
     ),
     (
-        lambda g: face(g, backend="triton"),
+        lambda g: call_logprob(g, backend="triton"),
         "vocab_parallel.logprob: backend='triton' runs on CUDA but vocab_parallel_logits is on cpu; use 'auto', "
         "'eager' or 'compile', or set TRITON_INTERPRET=1 before triton is first imported",
     ),
     *(
         (
-            lambda g, logits=logits: face(g, logits=logits, inplace_gradient=True),
+            lambda g, logits=logits: call_logprob(g, logits=logits, inplace_gradient=True),
             "vocab_parallel.logprob: inplace_gradient=True writes over vocab_parallel_logits, whose elements may share "
             "memory; pass vocab_parallel_logits.contiguous() or inplace_gradient=False",
         )
@@ -133,7 +133,7 @@ def test_int32_ids_and_a_range_narrower_than_the_shard_are_fine():
         rank = mesh.rank("tp")
         logits = torch.arange(8.0).view(1, 8)  # 5 ids and 3 columns of padding, which are in the softmax
         target = torch.tensor([6], dtype=torch.int32)  # a padding column of rank 0, the second id of rank 1
-        return face(mesh["tp"], logits, target, start=5 * rank, end=5 * rank + 5).item()
+        return call_logprob(mesh["tp"], logits, target, start=5 * rank, end=5 * rank + 5).item()
 
     everywhere = torch.arange(8.0).repeat(2).double().log_softmax(-1)
     assert run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2})).results == (everywhere[1].float().item(),) * 2
@@ -141,7 +141,7 @@ def test_int32_ids_and_a_range_narrower_than_the_shard_are_fine():
 
 @pytest.mark.parametrize("ndim", [0, 1, 2, 3])
 def test_elements_that_share_memory_are_seen(ndim):
-    """Of all small sizes and strides. A tensor of other strides than a view's may be rejected without reason."""
+    """For all small sizes and strides. A tensor with strides that no view has may be rejected without need."""
     memory = torch.zeros(64)
     for sizes in itertools.product(range(4), repeat=ndim):
         for strides in itertools.product(range(5), repeat=ndim):

@@ -1,4 +1,4 @@
-"""Hypothesis's side of drawing: a strategy of CaseSpecs."""
+"""A Hypothesis strategy that draws the cases of a scheme."""
 
 from __future__ import annotations
 

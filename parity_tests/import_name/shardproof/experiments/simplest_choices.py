@@ -30,7 +30,7 @@ class SimplestCase:
         report: Report,
         choices: Sequence[Choice],
     ) -> None:
-        # None where a draw, the reference or the cost raises, which is no simpler case.
+        # They return None if the draw, the reference or the cost raises: that is no simpler case.
         self.draw, self.verify = none_if_raised(draw), none_if_raised(verify)
         self.report, self.choices = report, list(choices)
         self.runs = 0
@@ -39,7 +39,7 @@ class SimplestCase:
 
     def search(self) -> Report:
         """The report of the simplest case, after at most MAX_RUNS runs, plus those for examples of strategies."""
-        # 1. The fewest first choices needed to fail, with the simplest option for the rest.
+        # 1. Find how many of the first choices are needed to fail, with the simplest option for the rest.
         few, many = -1, len(self.choices)
         while many - few > 1:
             middle = (few + many) // 2
@@ -47,8 +47,8 @@ class SimplestCase:
                 many = middle
             else:
                 few = middle
-        # 2. Each choice by itself, until none can be simpler; values before sizes, because small cases need special
-        # values.
+        # 2. Simplify each choice by itself, until none can be simpler; values before sizes, because small cases need
+        # special values.
         while len(self._tried) <= MAX_RUNS:
             if not any([self._simplify(number) for number in reversed(range(len(self.choices)))]):
                 break
@@ -65,7 +65,7 @@ class SimplestCase:
         return any(self._is_taken(choices) for other in simpler for choices in self._with_aligned(number, other))
 
     def _with_aligned(self, number: int, choice: Choice) -> Iterator[list[Choice]]:
-        """The choices with one replaced: first without later choices that disappear, or with new ones that appear."""
+        """The choices with one replaced; if others then appear or disappear, first with later ones shifted to fit."""
         plain = self._with(number, choice)
         chooser = RecordingChooser(simplest, plain)
         self.draw(chooser)
