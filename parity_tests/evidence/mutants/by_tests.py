@@ -1,7 +1,7 @@
 """Judge a mutant by the tests that run its line: pytest on a tree where one file differs.
 
-The packages of the tree are copies, production with the change in it; so every process that a test starts sees the
-mutant too, and the repository is never written.
+The tree has copies of the packages, and the copy of production has the change. So every process that a test starts
+sees the mutant too, and nothing is written to the repository.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from parity_tests.evidence.workers import Workers
 CAP_S = 150.0  # for all tests of a mutant
 SLOWER, AT_LEAST_S = 3.0, 90.0  # the time limit of a test: a multiple of the healthy run's time, and a minimum
 PLUGIN = ("-p", "parity_tests.evidence.mutants.selection_plugin")
-NO_TESTS = 5  # pytest's status where it has collected none of those in the list
+NO_TESTS = 5  # pytest's exit status if it collects none of the listed tests
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first test that fails, or the file that cannot be collected; `capped` where the time is over before any."""
+    """The first test that fails, or the file that cannot be collected; `capped` if the time ends before one fails."""
 
     test: str | None
     capped: bool = False
 
 
 class TestRuns:
-    """Runs of tests on mutants, and on production as it is: a test that fails there, in such a run, catches nothing."""
+    """Runs tests on mutants, and on production as it is: a test that fails there too has not caught the mutant."""
 
     __test__ = False  # pytest collects no class of this name
 
     def __init__(self, workers: Workers, options: Sequence[str] = ()) -> None:
-        self.workers, self.options = workers, options  # of pytest
+        self.workers, self.options = workers, options  # options of pytest
         self._healthy: dict[str, bool] = {}
         self._lock = threading.Lock()
 
     def first_failing(self, mutant: Mutant, tests: Sequence[TestReach], cap: float) -> Failure:
-        """The fastest test is run first, all in one process."""
+        """The first test that fails on the mutant but not on production; all run in one process, the fastest first."""
         left, deadline = sorted(tests, key=lambda test: test.seconds), time.monotonic() + cap
         with tree_of(mutant) as tree:
             while left:
@@ -84,7 +84,7 @@ class TestRuns:
 
 
 def reaching(mutant: Mutant, tests: Sequence[TestReach]) -> list[TestReach]:
-    """The tests that run the line or a user of its import-time value; else tests whose file runs it when collected."""
+    """Tests that run the line or a user of its import-time value; if none, those whose file runs it at collection."""
     lines = range(mutant.first_line, mutant.last_line + 1)
     numbers = lines_of_users(mutant).union(lines)
     found = [test for test in tests if test.runs(mutant.file, numbers)]

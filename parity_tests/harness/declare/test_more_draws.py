@@ -73,7 +73,7 @@ def test_exactly_so_many_are_true():
 def test_more_than_there_are_cannot_be_true():
     with pytest.raises(ValueError) as caught:
         list(drawn_arrays(exactly(7), function=true_or_false, dims={"s": (3,)}))
-    assert str(caught.value).startswith("exactly(7): 7 of 3 cannot be true; name sizes")
+    assert str(caught.value).startswith("exactly(7): 7 of 3 cannot be true; exclude such sizes")
 
 
 def test_a_permutation_of_each_row():

@@ -1,4 +1,4 @@
-"""A function of a full dim that is computed on each rank's shard of it, whatever the function is."""
+"""The notes on a function of a full dim that each rank computes on its own shard instead."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from shardproof.verify_one_case import verify_case
 NORMAL = {"kind": "normal"}
 
 
-def declared(function, reference, inputs, outputs, **more):
+def declare(function, reference, inputs, outputs, **more):
     draws = {name: values("normal") for name in inputs if name != "keep"}
     defaults = {"mesh": {"tp": (1, 2)}, "draw": draws, "dtypes": ("float32",)}
     return scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
@@ -43,7 +43,7 @@ def first_notes(declaration, **dims):
     ],
 )
 def test_a_function_of_the_full_dim_on_each_shard(function, reference):
-    declaration = declared(lambda mesh, x: function(x), reference, {"x": "b d/tp"}, "b d/tp")
+    declaration = declare(lambda mesh, x: function(x), reference, {"x": "b d/tp"}, "b d/tp")
     assert first_notes(declaration, b=3, d=8) == {"out": OWN, "d/d x": OWN}
 
 
@@ -55,14 +55,14 @@ def test_a_function_of_the_full_dim_on_each_shard(function, reference):
     ],
 )
 def test_shards_that_are_gathered_after_a_function_of_each(function, reference):
-    """A product that starts again has larger elements than the reference at the same places."""
+    """A product that starts again at each shard has larger elements than the reference at the same places."""
 
     def gathered(mesh, x):
         parts = [torch.empty_like(x) for _ in range(mesh.size("tp"))]
         dist.all_gather(parts, function(x).contiguous(), group=mesh["tp"])
         return torch.cat(parts, -1)
 
-    declaration = declared(gathered, reference, {"x": "b d/tp"}, "b d tp=I", nograd=("x",))
+    declaration = declare(gathered, reference, {"x": "b d/tp"}, "b d tp=I", nograd=("x",))
     assert first_notes(declaration, b=3, d=8) == {"out": f"{SIDE_BY_SIDE}d"}
 
 
@@ -80,39 +80,39 @@ def test_a_mean_that_divides_by_a_local_count(share, sentence):
         return summed(loss, mesh["tp"])
 
     inputs = {"x": "b d/tp", "keep": "b d/tp"}
-    declaration = declared(mean, masked_mean, inputs, "tp=I", draw={"x": values("normal"), "keep": mask("d")})
+    declaration = declare(mean, masked_mean, inputs, "tp=I", draw={"x": values("normal"), "keep": mask("d")})
     assert first_notes(declaration, b=3, d=8)["out"] == sentence
 
 
-def test_another_mistake_is_none_of_them():
+def test_another_mistake_gets_none_of_these_notes():
     def halved(mesh, x):
         total = (x.detach() ** 2).sum(-1, keepdim=True)
         dist.all_reduce(total, group=mesh["tp"])
         return x / (2 * total.sqrt())
 
-    declaration = declared(halved, lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True)), {"x": "b d/tp"}, "b d/tp")
+    declaration = declare(halved, lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True)), {"x": "b d/tp"}, "b d/tp")
     assert not {OWN, ADDED, AVERAGED} & set(first_notes(declaration, b=3, d=8).values())
 
 
 def test_a_gradient_alone_lacks_a_sum():
-    """Its ranks have the gradients of their own shards, but the outputs are right."""
+    """Each rank has the gradient of its own shard, but the outputs are right."""
 
     def scaled(mesh, x, w):
         return x * w
 
-    wrong = declared(scaled, lambda x, w: x * w, {"x": "d/tp", "w": "tp=I"}, "d/tp")
+    wrong = declare(scaled, lambda x, w: x * w, {"x": "d/tp", "w": "tp=I"}, "d/tp")
     notes = first_notes(wrong, d=8)
     assert list(notes) == ["d/d w"]
     assert notes["d/d w"].startswith("gradient missing a sum over tp")
 
 
 def test_a_number_that_another_case_refutes_is_said_of_this_case_alone():
-    """Shares of a count of each rank's kept rows: off by tp if all are kept, by a number for each rank if not."""
+    """x over the rank's own count of kept rows is off by tp if all are kept, else by another factor on each rank."""
 
     def share(x, keep):
         return x / jnp.maximum(keep.astype(x.dtype).sum(), 1.0)
 
-    declaration = declared(
+    declaration = declare(
         lambda mesh, x, keep: x / keep.sum().clamp(min=1), share, {"x": "b/tp d", "keep": "b/tp"}, "b/tp d",
         mesh={"tp": (2,)}, draw={"x": values("normal"), "keep": mask("b")},
     )  # fmt: skip

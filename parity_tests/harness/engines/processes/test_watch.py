@@ -57,7 +57,7 @@ time.sleep(60)
 @pytest.mark.slow
 @pytest.mark.parametrize("code", ["import time\nprint(1, flush=True)\ntime.sleep(60)", LOOKING])
 def test_a_rank_asleep_is_idle_also_if_each_of_its_groups_looks_for_messages(code: str) -> None:
-    assert most_idle_seconds(code) > 0  # a thread that is ready and has to wait, on a busy machine, counts as work
+    assert most_idle_seconds(code) > 0  # not the whole second: a thread that waits for a busy processor counts as work
 
 
 def test_a_rank_that_ends_while_its_threads_are_listed_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,8 @@ def test_a_change_on_the_board_starts_the_clock_anew() -> None:
     assert (still.seconds, still.idle_seconds) == (0.0, 0.0)
     still.step(1.0, [])
     still.step(1.0, [])
-    assert (still.seconds, still.idle_seconds) == (2.0, 1.0)  # the next step compares with the first one's values
+    # Idle only from the second step on, which compares with the first.
+    assert (still.seconds, still.idle_seconds) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 2])
@@ -96,7 +97,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_its_message_is_gone(pieces: int)
 
 
 class LeavesTheCompiler(RankHandle):
-    """A rank that ends while the question whether it compiles is on its way."""
+    """A rank that ends while it is asked whether it compiles."""
 
     def __init__(self, table: StatusTable) -> None:
         ours, theirs = socket.socketpair()
@@ -139,7 +140,7 @@ def test_a_slot_holds_the_last_collective_and_no_more_than_its_size() -> None:
     assert table.writes() == (1, 3)
 
 
-def test_a_row_that_was_not_written_to_its_end_is_none() -> None:
+def test_a_row_that_was_not_written_to_its_end_is_not_read() -> None:
     table = StatusTable(None, 1)
     table.slot(0).issue("all_reduce float32[3]")
     table._memory[TEXT : TEXT + 8] = bytes(8)
@@ -164,7 +165,7 @@ def test_a_threads_line_is_the_users() -> None:
 
 
 def test_an_importing_threads_line_is_the_import(tmp_path, monkeypatch) -> None:
-    """It is not a line of the package's own imports; without a user's line there is none."""
+    """It is the user's import, not one inside the package; None if no line is the user's."""
     events = SimpleNamespace(entered=threading.Event(), stop=threading.Event())
     monkeypatch.setitem(sys.modules, "import_events", events)
     monkeypatch.syspath_prepend(tmp_path)

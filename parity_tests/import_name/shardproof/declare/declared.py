@@ -81,7 +81,7 @@ def takes_mesh(reference: Callable[..., Any]) -> bool:
 class Cost:
     """Declared cost of a rank: per phase, op or op/axis -> (calls, bytes).
 
-    `"all_gather/tp"` also names the axis, which a mesh of several axes needs before costs can be assigned to links.
+    `"all_gather/tp"` also names the axis. On a mesh of several axes only such costs can be assigned to links.
     `products` counts the floating-point operations of one rank's matrix products, forward and backward, with a
     multiply-add as two; the ledger has no such count to compare.
     """
@@ -114,7 +114,7 @@ class Implementation:
     target: str
     judged: tuple[str, ...]
     ours: tuple[str, ...] = ()
-    lacks_parameters: bool = False  # some that our functions have
+    lacks_parameters: bool = False  # it lacks some that our functions have
     not_applicable: str | None = None  # the missing parameters, and the options that are therefore not tried
 
     @property
@@ -154,7 +154,7 @@ class Declared:
     random: bool
     file: str
     line: int
-    declared_by: str | None  # the module that declares it at import; None in a function that is called later
+    declared_by: str | None  # the module that declares it at import; None if a function declares it later
     setup: Callable[[Any], Any] | None = None  # `setup(mesh)`, called once per rank and mesh
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # `around(mesh)`, for forward and backward
     module: str | None = None  # the input tree that holds the parameters of the returned module
@@ -165,7 +165,7 @@ class Declared:
     wider_inputs: tuple[str, ...] = ()  # inputs that may be float32 where the tested dtype has 16 bits
     ties: str | None = None  # "ordered": which of equal inputs comes first is promised
     inside: str | None = None  # the dtype of intermediates, if narrower than the tested one
-    nan_cotangents: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # of an output: the rows not read
+    nan_cotangents: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by output: which rows are not read
     isolate: tuple[str, ...] = ()  # further modules with separate globals for each rank of lockstep
     implementation: Implementation | None = None  # tested in place of torch_impl, see shardproof/implementation
 
@@ -175,7 +175,7 @@ class Declared:
         return {**self.options, **self.rank_options}
 
     def remedy_of_sizes(self, arg: Argument, got: tuple[int, ...], want: tuple[int, ...]) -> str:
-        """A declaration for dims that no input has: their sizes are drawn, but the function gives them."""
+        """Advice to declare the dims that no input has: their sizes are drawn, although the function sets them."""
         named = {dim.name for each in self.inputs for dim in each.spec.dims} | set(self.dims)
         dims = zip(arg.spec.dims, got, want, strict=True) if len(got) == len(want) else ()
         sizes = {dim.name: size for dim, size, other in dims if size != other and dim.name not in named}

@@ -103,7 +103,7 @@ class OfStrategy(_OfUser):
 
 @dataclass(frozen=True)
 class Exactly(Draw):
-    """A boolean mask with `count` true in each row of the last dim; `dim` names the dim if its size is the count."""
+    """A boolean mask with `count` true in each row of the last dim; if the count is a dim's size, `dim` names it."""
 
     count: int = 0
 
@@ -116,8 +116,8 @@ class Exactly(Draw):
         count = case.dims[self.dim] if self.dim else self.count
         if count > size:
             raise ValueError(
-                f"exactly({self.dim or self.count!r}): {count} of {size} cannot be true; name sizes for which they can "
-                "by dims={...} or assume="
+                f"exactly({self.dim or self.count!r}): {count} of {size} cannot be true; exclude such sizes by "
+                "dims={...} or assume="
             )
         order = {"first": np.arange(size), "last": np.arange(size)[::-1]}.get(value["place"])
         ranks = rng.random(shape).argsort(-1).argsort(-1) if order is None else order
