@@ -1,4 +1,4 @@
-"""The dry run against a run: shapes and bytes that ranks hold, collectives that they issue."""
+"""The dry run and a run have the same shapes and bytes on each rank, and the same collectives."""
 
 from collections import Counter
 
@@ -48,7 +48,7 @@ OF_EXPERTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), RUNS, ids=str)
 def test_the_plan_matches_a_run(family, mesh):
-    dtype = torch.float32 if family == "llama" else torch.float64  # float32 is computed with in bfloat16
+    dtype = torch.float32 if family == "llama" else torch.float64  # a float32 model computes in bfloat16
     compare(Chosen(family, tied=family in ("qwen3", "gemma")), dtype, mesh)
 
 
@@ -95,7 +95,7 @@ def measured(ledger):
 
 
 def promised(report):
-    """The same of a dry run."""
+    """Calls and bytes that a dry run expects, by phase and operation."""
     calls, sizes = Counter(), Counter()
     for each in report.collectives:
         key = {"forward": "fwd", "backward": "bwd"}[each.phase], each.op
@@ -105,7 +105,7 @@ def promised(report):
 
 
 def three_layers():
-    """Ids to vectors of 12, to 8 features and back, in float64; the first layer's bias does not move."""
+    """An embedding of width 12, a layer to 8 features and one back, in float64; the first layer's bias is frozen."""
     model = nn.Sequential(nn.Embedding(16, 12), nn.Linear(12, 8), nn.Linear(8, 12), nn.Identity()).double()
     model[1].bias.requires_grad_(False)
     return model
@@ -128,7 +128,7 @@ NOT_COUNTED = [
 
 
 def check_against_a_run(model_of_run, plan):
-    """The shapes and the bytes of a report are a run's."""
+    """A dry run reports the shapes and the bytes of a run."""
 
     def body(view, case):
         model = fsdp2_strategy_parallelize(model_of_run(), view.device_mesh, None, plan)
@@ -150,10 +150,10 @@ def test_bytes_of_each_style_match_the_measured_ones(plan):
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("styles", [("colwise", "rowwise"), ("colwise_gather_output", "rowwise_split_input")])
-def test_what_an_adapter_sends_is_what_is_measured(styles, dora):
+def test_bytes_of_adapters_match_the_measured_ones(styles, dora):
     def adapted():
         model = add_lora(three_layers(), ["1", "2"], rank=3, alpha=1.0, dora=dora)
-        return model.requires_grad_(True)  # every input has a gradient, as those behind the first adapter have
+        return model.requires_grad_(True)  # so every layer's input has a gradient, as behind a first adapter
 
     check_against_a_run(adapted, {key: named(style) for key, style in zip("12", styles, strict=True)})
 
@@ -184,7 +184,7 @@ def test_axes_that_shard_or_replicate_are_shown(replicas, placements):
 
 
 class Mixed(nn.Module):
-    """Two blocks, each of a dtype of its own."""
+    """Two blocks with different dtypes."""
 
     def __init__(self):
         super().__init__()

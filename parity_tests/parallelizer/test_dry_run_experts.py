@@ -49,10 +49,10 @@ class Mixed(nn.Module):
         self.config = SimpleNamespace(num_experts_per_tok=k) if k else SimpleNamespace()
 
 
-# Of each Conv1D style: the sharded dim of the weight and of the bias, and of how many parts.
+# For each Conv1D style: the sharded dims of the weight and of the bias, and into how many packed parts they divide.
 STYLES = {"conv1d_colwise": (1, 0, 1), "conv1d_packed_colwise": (1, None, 3), "conv1d_rowwise": (0, None, 1)}
 COLWISE = {"layers.*.fc": "conv1d_colwise", "layers.*.proj": "conv1d_rowwise"}
-COLWISE["layers.*.experts"] = "all_reduce"  # without effect beside ep
+COLWISE["layers.*.experts"] = "all_reduce"  # has no effect beside an axis ep
 PACKED = {"layers.*.fc": "conv1d_packed_colwise", "layers.*.proj": "conv1d_rowwise"}
 # The names of three axes: tp, the axis over which FSDP shards experts, and its axis for the rest.
 RUNS = (
@@ -92,7 +92,7 @@ def is_stack(name):
     return ".experts." in name
 
 
-def stored(name, tp, ep, edp, plan, has_tp_axis):
+def local_part(name, tp, ep, edp, plan, has_tp_axis):
     """A parameter's shape before FSDP, FSDP's dim, and how tp shards it, in words."""
     shape, style = list(SHAPES[name]), plan.get(name.rpartition(".")[0])
     if is_stack(name) and ep is not None:
@@ -113,13 +113,13 @@ def stored(name, tp, ep, edp, plan, has_tp_axis):
 
 
 def expected_shards(mesh, names, plan, size, edp):
-    """Each parameter as it is stored on the first rank; and its numbers, padded for FSDP."""
+    """Each parameter as the first rank stores it; and the number of its elements, padded for FSDP."""
     tp_axis, edp_axis, dense_axis = names
     tp, ep, rows, padded = mesh.get(tp_axis, 1), mesh.get("ep"), {}, {}
     for name, full in SHAPES.items():
         is_expert = is_stack(name) and ep is not None
         over = edp if is_expert else edp * (ep or 1)
-        local, dim, words = stored(name, tp, ep, edp, plan, tp_axis is not None)
+        local, dim, words = local_part(name, tp, ep, edp, plan, tp_axis is not None)
         padded[name] = prod(local) // local[dim] * -(-local[dim] // over) * over
         local[dim] = -(-local[dim] // over)
         placed = ["dp_replicate Replicate()"] if mesh.get("dp_replicate", 1) > 1 else []
@@ -130,8 +130,8 @@ def expected_shards(mesh, names, plan, size, edp):
     return rows, padded
 
 
-def units_of(ep, names, edp):
-    """Of each FSDP unit: its parameters, the ranks and the axis that it is sharded over, and how many there are."""
+def fsdp_units(ep, names, edp):
+    """(parameters, number of ranks that shard them, axis that shards them, number of such units) for FSDP's units."""
     _, edp_axis, dense_axis = names
     experts = [name for name in SHAPES if is_stack(name)]
     rest = [name for name in SHAPES if "layers" in name and not is_stack(name)]
@@ -156,7 +156,7 @@ def expected_report(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
     total = sum((LAYERS if "*" in name else 1) * prod(shape) * size for name, shape in SHAPES.items())
     # 2. FSDP: the experts of each block, the rest of it, the head. The last block stays gathered into backward.
     frozen = ["layers.*.fc.bias"] if is_bias_frozen else []
-    for parameters, over, axis, count in units_of(ep, names, edp):
+    for parameters, over, axis, count in fsdp_units(ep, names, edp):
         gathered = sum(padded[name] for name in parameters) // over * compute
         reduced = sum(padded[name] for name in parameters if name not in frozen) * summed
         if over > 1:
@@ -195,14 +195,14 @@ def expected_report(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
     }
 
 
-def reported(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
+def report_facts(mesh, names, plan, dtype, tokens, k, is_bias_frozen):
     styles = {key: named(style) for key, style in plan.items()}
     return facts_of(dry_run(Mixed(dtype, k, is_bias_frozen), mesh, styles, tokens=tokens))
 
 
 @pytest.mark.parametrize("arguments", RUNS, ids=lambda run: str(run[0]).replace("'", ""))
 def test_bytes_of_experts_and_conv1d_layers_match_sums_by_hand(arguments):
-    assert reported(*arguments) == expected_report(*arguments)
+    assert report_facts(*arguments) == expected_report(*arguments)
 
 
 class Attention(nn.Module):
@@ -224,13 +224,13 @@ class Attending(nn.Module):
 
 
 def two_blocks():
-    """Of unequal size and dtype."""
+    """Two blocks of different sizes and dtypes."""
     layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 4, bias=False)])
     layers[0].double()
     return nn.ModuleDict({"layers": layers})
 
 
-# Whole reports: of blocks that FSDP pads, of which only the last stays gathered; of heads that two ranks replicate.
+# Whole reports: of blocks that FSDP pads and gathers again, except the last; of heads that two ranks replicate.
 PRINTED = [
     (
         (two_blocks, {"dp_shard": 2, "tp": 2}, {"layers.0": "colwise"}, {"tokens": 3}),
@@ -272,7 +272,7 @@ backward          all_reduce   tp     6       140""",
 ]
 
 
-def printed(make, mesh, plan, options):
+def print_report(make, mesh, plan, options):
     with torch.device("meta"):
         model = make()
     return str(dry_run(model, mesh, {key: named(style) for key, style in plan.items()}, **options))
@@ -280,4 +280,4 @@ def printed(make, mesh, plan, options):
 
 @pytest.mark.parametrize(("arguments", "text"), PRINTED, ids=lambda value: getattr(value[0], "__name__", ""))
 def test_a_printed_report_is_as_typed(arguments, text):
-    assert printed(*arguments) == text
+    assert print_report(*arguments) == text

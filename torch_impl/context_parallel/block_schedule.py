@@ -45,7 +45,7 @@ class BlockSchedule:
 def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
     """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
-    Cost:   one copy of four numbers per rank and sequence to the host (with shared prefixes one more, and one for each
+    Cost:   one copy of four numbers per rank and sequence to the host (shared prefixes add one copy, and one for each
             rank of cp), and a copy of the positions if masks are computed: over fill in a causal block, and with a
             window shorter than the longest sequence. Work with a window grows with tokens times
             window + MAX_SEGMENT_QUERIES. Besides fill only a window's edges have masks, of at most

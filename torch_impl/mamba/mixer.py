@@ -112,7 +112,7 @@ class Mamba2Mixer(nn.Module):
         if self.sizes.inner % norm_groups:
             raise Rejected(f"norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}")
         self.d_model, self.d_conv, self.chunk_size, self.dt_limit = d_model, d_conv, chunk_size, dt_limit
-        # 2. Parameters. The recurrence's are wide, since the rounding of a decay is repeated for every token.
+        # 2. Parameters. Those of the recurrence are wide, since a decay's rounding error is repeated for every token.
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         wide_factory: dict[str, Any] = {"device": device, "dtype": accumulator(dtype or torch.get_default_dtype())}
         channels = self.sizes.channels

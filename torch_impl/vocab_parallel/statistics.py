@@ -166,7 +166,7 @@ def shifted_logits_base_2(
 def local_statistics(
     block: Float[Tensor, "n v"], column: Int[Tensor, "n k"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
-    """The f statistics of each row, in this order: m_r, R_r, k times z_t if there are ids, d_r with entropy.
+    """The f statistics of each row, in this order: m_r, R_r, the z_t of all k ids if there are ids, d_r with entropy.
 
     `column` has the columns of each row's k ids; negative if this rank does not have the id.
     """
@@ -234,7 +234,7 @@ def local_cross_mean(
     shifted, terms = minus_row_max(q_block, row_max_q), minus_row_max(p_block, row_max_p).exp_()
     masked = shifted == -math.inf
     cross_mean = terms.mul_(shifted.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + row_sum_m1_p)
-    # Tested on the logits: p may underflow to 0 in float32 and not in float64, and the two dtypes would disagree.
+    # Test the logits, not p: p may underflow to 0 in float32 but not in float64, and the two dtypes would disagree.
     is_impossible = (masked & (p_block > -math.inf)).any(-1)
     return torch.where(is_impossible, -math.inf, cross_mean)
 

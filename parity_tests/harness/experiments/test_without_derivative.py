@@ -14,14 +14,14 @@ IDENTITY, NOTHING = "its backward is the identity", "no gradient passes it"
 pytestmark = pytest.mark.filterwarnings("ignore:c10d")  # torch warns of a plain collective in the graph
 
 
-def declared(function, reference, outputs):
+def declare(function, reference, outputs):
     return scheme(
         reference=reference, mesh={"tp": (2, 4)}, inputs={"x": "b/tp d"}, outputs=outputs,
         draw={"x": values("normal")}, dtypes=("float32",),
     )(function)  # fmt: skip
 
 
-def of_the_sum(x):
+def times_sum(x):
     return (x * x.sum(0, keepdims=True)).sum(0)
 
 
@@ -56,14 +56,14 @@ def maximum(mesh, x):
 @pytest.mark.parametrize(
     ("function", "reference", "outputs", "op", "backward"),
     [
-        (all_reduced, of_the_sum, "d tp=P", "all_reduce", IDENTITY),
-        (gathered, of_the_sum, "d tp=P", "all_gather", NOTHING),
-        (gathered_beside_its_own, of_the_sum, "d tp=P", "all_gather", NOTHING),
+        (all_reduced, times_sum, "d tp=P", "all_reduce", IDENTITY),
+        (gathered, times_sum, "d tp=P", "all_gather", NOTHING),
+        (gathered_beside_its_own, times_sum, "d tp=P", "all_gather", NOTHING),
         (maximum, lambda x: jnp.max(x, 0), "d tp=I", "all_reduce", IDENTITY),
     ],
 )
 def test_the_first_note_names_the_collective(function, reference, outputs, op, backward):
-    declaration = declared(function, reference, outputs)
+    declaration = declare(function, reference, outputs)
     report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))
     site = f"{op} at {line_of(function, f'dist.{op}')}"
     assert report.notes["d/d x"][0].startswith(f"forward equal, gradient not: {site} is not differentiable; {backward}")
@@ -81,7 +81,7 @@ def gathered_without_gradients(mesh, x):
 
 
 def test_a_detached_gather_loses_the_other_ranks_gradients():
-    declaration = declared(gathered_without_gradients, of_the_sum, "d tp=P")
+    declaration = declare(gathered_without_gradients, times_sum, "d tp=P")
     report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))
     site = f"all_gather at {line_of(gathered_without_gradients, 'dist.all_gather')}"
     assert report.notes["d/d x"][0] == f"forward equal, gradient not: {site} is not differentiable; {NOTHING}"
@@ -109,7 +109,7 @@ def shifted_by_a_gathered_maximum(mesh, x):
 
 @pytest.mark.usefixtures("without_line_edits")
 def test_a_gathered_shift_is_not_to_blame():
-    declaration = declared(shifted_by_a_gathered_maximum, lambda x: jnp.tanh(x), "b/tp d")
+    declaration = declare(shifted_by_a_gathered_maximum, lambda x: jnp.tanh(x), "b/tp d")
     report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))
     assert not any("not differentiable" in note for note in report.notes["d/d x"])
 
@@ -121,7 +121,7 @@ def summed_once(mesh, x):
 
 
 def test_a_plain_sum_is_right_where_each_rank_has_the_gradient():
-    declaration = declared(summed_once, lambda x: (x**2).sum(0), "d tp=I")
+    declaration = declare(summed_once, lambda x: (x**2).sum(0), "d tp=I")
     assert verify_case(declaration, declaration.case(tp=2, b=6, d=3)).ok
 
 
@@ -132,7 +132,7 @@ def summed_and_detached(mesh, x):
 
 
 @pytest.mark.usefixtures("without_line_edits")
-def test_it_is_not_blamed_for_another_fault():
-    declaration = declared(summed_and_detached, lambda x: (x**2).sum(0), "d tp=I")
+def test_a_plain_sum_is_not_blamed_for_another_fault():
+    declaration = declare(summed_and_detached, lambda x: (x**2).sum(0), "d tp=I")
     report = check_notes(declaration, verify_case(declaration, declaration.case(tp=2, b=6, d=3)))
     assert not any("not differentiable" in note for note in report.notes["d/d x"])
