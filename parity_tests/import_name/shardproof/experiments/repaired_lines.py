@@ -52,13 +52,13 @@ def name_lines(
     if gradients and report.case.world > 1 and not _fails_on_one_rank(scheme, report, gradients):
         clearest = _clearest_failure(report, other_reports, gradients)
         repairs = list(_repairs(clearest.ledger.rows))
-        right_here = _that_make_right(scheme, clearest, gradients, repairs)
+        right_here = _successful_repairs(scheme, clearest, gradients, repairs)
         on_all_meshes = {label: _on_another_mesh(scheme, report.case, label, r) for label, r in right_here.items()}
         repair_of_label = {label: repair for label, repair in on_all_meshes.items() if repair is not None}
         words_of_label = _words_of_lines(scheme, report, clearest, gradients, repair_of_label, notes)
         if words_of_label.keys() >= set(gradients):  # a repair counts only if nothing stays wrong
             for label, (words, sites) in words_of_label.items():
-                named = _extended(by_label[label], FORWARD_EQUAL, f": {words}", sites)
+                named = _extend(by_label[label], FORWARD_EQUAL, f": {words}", sites)
                 by_label[label] = tuple(sorted(named, key=lambda note: IN_THIS_CASE in note))  # the line says more
     cuts = {CallSite(row.op, row.source, row.phase): row for row in report.ledger.rows if row.cuts_graph}
     for label in gradients if cuts else ():
