@@ -1,4 +1,4 @@
-"""The positions of each rank under a layout, by definition, in NumPy alone. The harness shards and restores by these.
+"""The positions of each rank under a layout, by its definition, in NumPy. The harness shards and restores with them.
 
 A layout is a function of a size and a number of ranks that returns the positions of each rank. Production code uses
 index arithmetic; this module reshapes, flips and slices arrays, so that both are unlikely to share a mistake.
@@ -18,7 +18,7 @@ MULTIPLES = {
     "ragged": lambda world: 1,
     "dual_chunk_swap": lambda world: 2 * world,
     "striped": lambda world: world,
-    "packed": lambda world: 1,  # any total will do; each sequence must suit dual_chunk_swap
+    "packed": lambda world: 1,  # for the total; each sequence must be a multiple for dual_chunk_swap
 }
 
 
@@ -120,7 +120,7 @@ def ragged(size: int, world: int, lengths: Sequence[int] | None = None) -> list[
         lengths = ceil_lengths(size, world)
     counts = tuple(int(length) for length in lengths)
     if len(counts) != world:
-        raise ValueError(f"ragged: lengths {counts} are {len(counts)}, world={world}; give one for each rank")
+        raise ValueError(f"ragged: lengths {counts} have {len(counts)} entries, world={world}; give one for each rank")
     if any(length < 0 for length in counts):
         raise ValueError(f"ragged: lengths {counts} have a negative one; lengths are 0 or more")
     if sum(counts) != size:
@@ -182,7 +182,7 @@ def checked_offsets(cu_seqlens: Offsets, size: int) -> list[int]:
     return offsets.tolist()
 
 
-# For any layout: its inverse, the check that it is a partition, a drawing.
+# Functions of any layout: its inverse, the check that it is a partition, and a drawing.
 
 
 def inverse(positions: Sequence[np.ndarray]) -> np.ndarray:

@@ -33,7 +33,7 @@ def gated_delta_rule(
     query = query * (k**-0.5 if scale is None else scale)
     query, key = (jnp.repeat(x, h // key.shape[2], axis=2) for x in (query, key))
     decay = jnp.exp(g if g.ndim == 4 else g[..., None])
-    # The sequence of each token: the row's, or of those in a stream the last that starts at or before the token.
+    # The sequence of each token: its row, or in a stream the last sequence that starts at or before the token.
     sequence = jnp.arange(b)[:, None] + jnp.zeros((1, s), int)
     if cu_seqlens is not None:
         sequence = jnp.sum(jnp.arange(s)[:, None] >= cu_seqlens[None, 1:], axis=1)[None]

@@ -33,19 +33,19 @@ def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, hea
     early stages.
     """
 
-    def rank_of(counts: list[int]) -> tuple:
-        costs = [Fraction(count) for count in counts]  # exact, so that equal costs alone are a tie
+    def sort_key(counts: list[int]) -> tuple:
+        costs = [Fraction(count) for count in counts]  # exact: rounding makes or breaks no tie
         costs[0] += Fraction(embed_cost)
         costs[-1] += Fraction(head_cost)
         return max(costs), sum(cost**2 for cost in costs), [-count for count in counts]
 
     # Every division of the layers into contiguous stages with at least one layer each.
     divisions = combinations(range(1, num_layers), num_stages - 1)
-    return min((list(map(int, np.diff((0, *borders, num_layers)))) for borders in divisions), key=rank_of)
+    return min((list(map(int, np.diff((0, *borders, num_layers)))) for borders in divisions), key=sort_key)
 
 
 def stages_by_search(num_layers: int, layers_per_stage: int, pp_size: int, rounding: str | None) -> int:
-    """The smallest number of stages with room for all layers, or with `rounding` the multiple of pp_size next to it."""
+    """The smallest number of stages with room for all layers, rounded "up" or "down" to a multiple of pp_size."""
     needed = min(count for count in range(1, num_layers + 1) if count * layers_per_stage >= num_layers)
     multiples = range(0, needed + pp_size, pp_size)
     if rounding == "up":
@@ -106,13 +106,14 @@ def timeline(
     p2p: jax.Array,
     weight: jax.Array,
 ) -> tuple[dict[tuple[int, str, int], jax.Array], list[jax.Array]]:
-    """(end of each forward, backward and send; time that each rank computes) of an order of forwards and backwards.
+    """When each entry of `order` ends, and how long each rank computes.
 
-        start = max(end of the rank's work before, arrival)    end = start + duration of the stage
+        start = max(end of the rank's previous entry, arrival)    end = start + duration
 
-    `order` has rows of (stage, kind, micro-batch), `placed` the rank of each stage. An input from another rank arrives
-    p2p after it was sent, or after it was computed if the order states no messages; a send takes no time, and within a
-    rank nothing is sent. A backward, B, takes `backward` and `weight`; of its halves I takes `backward`, W `weight`.
+    Each row of `order` is one rank's list of (stage, kind, micro-batch); `placed` is the rank of each stage. An input
+    from another rank arrives p2p after it was sent, or after it was computed if the order states no messages. A send
+    takes no time, and nothing is sent within a rank. A whole backward B takes `backward` + `weight`; its two halves
+    take `backward` (I, the input gradient) and `weight` (W, the weight gradient).
     """
     durations = {"F": forward, "B": backward + weight, "I": backward, "W": weight}
     ends: dict[tuple[int, str, int], jax.Array] = {}

@@ -74,18 +74,18 @@ def reduce_scatter(
     return ReduceScatter.apply(x, group, dim, lengths)
 
 
-# The cores of the public functions, for code behind a contract: of lengths that are known to fit.
+# The cores of the public functions, for code whose contract has checked the lengths.
 
 
 # Gradient types: V -> R | I.
 def gather_rows(x: Tensor, group: ProcessGroup, lengths: list[int], out: str) -> Tensor:
-    """`all_gather` of the ranks' rows, of which rank r has lengths[r]."""
+    """`all_gather` of the ranks' rows; rank r has lengths[r] rows."""
     return AllGather.apply(x, group, out, 0, lengths)
 
 
 # Gradient types: P -> V.
 def reduce_scatter_rows(x: Tensor, group: ProcessGroup, lengths: list[int]) -> Tensor:
-    """`reduce_scatter` of rows, of which rank r receives lengths[r]."""
+    """`reduce_scatter` of rows; rank r receives lengths[r] rows."""
     return ReduceScatter.apply(x, group, 0, lengths)
 
 

@@ -35,7 +35,7 @@ BY_COLLECTIVE = {
 def reinterpret(
     x: ShardedNumber[Tensor, "..."], group: Group[ProcessGroup, "axis"], *, src: LocalType, dst: LocalType
 ) -> ShardedNumber[Tensor, "..."]:
-    """The tensor of each rank, unchanged, with another gradient type. Their full value may change.
+    """Each rank's tensor, unchanged, with another gradient type. The full value of the ranks' tensors may change.
 
         I -> R        V -> P
         A      A      Ax     +Ax
@@ -71,7 +71,7 @@ def convert(
     dim: int = 0,
     lengths: Sequence[int] | None = None,
 ) -> ShardedNumber[Tensor, "..."]:
-    """The same full value with another gradient type: its shard, its term, or the tensor itself. Sends nothing.
+    """The same full value with another gradient type: a rank gets its shard, term, or tensor. Forward sends nothing.
 
         R, I -> V                    R, I -> P         V -> P
         [A0, A1, A2]     A0          A     +A          A0           +[A0, 0, 0]
@@ -105,7 +105,7 @@ def convert(
 
 
 def _change(src: str, dst: str) -> str:
-    """`I -> R`. Errors: ValueError for no change, and for one that a collective makes."""
+    """The change as text, such as `I -> R`. Errors: ValueError for equal types, or if only a collective makes it."""
     change = f"{src} -> {dst}"
     if src == dst:
         raise Rejected(f"src={src!r} is dst already; use x itself")

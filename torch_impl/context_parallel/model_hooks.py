@@ -115,7 +115,7 @@ def _attention_problem(module: nn.Module) -> str | None:
             "load the model with attn_implementation='sdpa'"
         )
     if _layer_type(module) == "chunked_attention":
-        return "sees chunks of the sequence, which a context does not know; leave it out of cp"
+        return "attends within chunks, which a context does not support; leave it out of cp"
     return None
 
 
@@ -223,7 +223,7 @@ class _SeenMask:
             return None
         if not _is_causal(mask, window):
             rule = "the causal rule" if window is None else f"the causal rule with a window of {window}"
-            expected = f"is not {rule} and padding on the right, and would be lost under cp"
+            expected = f"is not {rule} and padding on the right, and cp would drop it"
             return f"attention_mask {list(mask.shape)} {expected}; give the module no such mask"
         self.mask, self.window = weakref.ref(mask), window
         return None

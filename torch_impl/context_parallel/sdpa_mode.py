@@ -65,11 +65,11 @@ class SequenceAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is MULTI_HEAD and kwargs.get("need_weights", True):
             raise ValueError(
-                f"{FUNCTION}: need_weights=True would be weights of this rank's keys alone; pass need_weights=False"
+                f"{FUNCTION}: need_weights=True would return weights for this rank's keys only; pass need_weights=False"
             )
         if getattr(func, "__name__", "") == "flex_attention":  # the operator that the function of this name calls
             raise ValueError(
-                f"{FUNCTION}: flex_attention would see this rank's tokens alone, by their places here; "
+                f"{FUNCTION}: flex_attention would see only this rank's tokens, at local positions; "
                 "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
             )
         return func(*args, **kwargs)

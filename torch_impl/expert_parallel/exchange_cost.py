@@ -44,8 +44,8 @@ def fewest_exchange_bytes(
     mean over all sets of k experts, rounded up: tokens * (n - 1) times the probability that a rank has any of a token's
     experts, 1 - C(num_experts - num_experts / n, k) / C(num_experts, k). Gates and the sums of all_gather are sent in
     float32 or wider, expert ids in int32, counts in int64. All ranks have the same number of tokens here; otherwise
-    all_gather pads to the longest. It sends less only if almost every token goes to almost every rank, and x is as wide
-    as its sums.
+    all_gather pads to the longest. all_gather sends less only if almost every token goes to almost every rank, and x
+    is as wide as the sums.
 
     >>> fewest_exchange_bytes(tokens=4096, k=8, width=2048, num_experts=128, ep_size=8, element_size=2).fewest
     'all_to_all'
@@ -63,7 +63,7 @@ def fewest_exchange_bytes(
     most = tokens * min(k, others)
     rows = mean_rows(tokens * others, k, num_experts, ep_size) if rows_sent is None else rows_sent
     if rows > most:
-        raise Rejected(f"rows_sent={rows} of at most {most}; count a token once for each other rank")
+        raise Rejected(f"rows_sent={rows} must be at most {most}; count a token once for each other rank")
     wide = max(element_size, 4)
     routing = k * (wide + EXPERT)
     by_all_to_all = rows * (2 * width * element_size + routing) + others * ep_size * 2 * COUNT

@@ -105,7 +105,7 @@ def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list
     lengths = _validate_lengths(lengths)
     bounds = list(accumulate(lengths, initial=0))
     rules = (
-        (len(lengths) != world, f"are {len(lengths)}, world={world}; give one for each rank"),
+        (len(lengths) != world, f"have {len(lengths)} entries, world={world}; give one for each rank"),
         (any(length < 0 for length in lengths), "have a negative one; lengths are 0 or more"),
         (bounds[-1] != size, f"add up to {bounds[-1]}, size={size}; they must be equal"),
     )

@@ -77,7 +77,7 @@ def offsets_of(layouts: Layouts) -> Int[Tensor, "m 2 q"]:
 
     `layout_of` turns a row back into a layout.
 
-    Errors: TypeError for anything but layouts; ValueError for none.
+    Errors: TypeError for anything but layouts; ValueError for an empty sequence.
     """
     longest = max(len(layout.cu_padded) for layout in layouts)
     rows = [torch.stack([layout.cu_padded, layout.cu_real]) for layout in layouts]

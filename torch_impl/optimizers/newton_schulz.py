@@ -90,7 +90,7 @@ class ShardedMatrix:
 def orthogonalized(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     """Newton-Schulz on local matrices [..., m, n]; computed in `dtype`, returned in the dtype of x."""
     is_wide = x.shape[-2] < x.shape[-1]
-    [result] = _iterated([(x.mT if is_wide else x).to(dtype)], steps, None)
+    [result] = _iterate([(x.mT if is_wide else x).to(dtype)], steps, None)
     return (result.mT if is_wide else result).to(x.dtype)
 
 
@@ -99,10 +99,10 @@ def orthogonalized_in_shards(
 ) -> list[Tensor]:
     """Newton-Schulz on sharded matrices without gathering one; returns this rank's rows of each result.
 
-    1 all_reduce of a float64 for each matrix, and `steps` all_reduces of k (k + 1) / 2 elements, float32 or wider,
-    for each.
+    1 all_reduce with a float64 per matrix, then `steps` all_reduces with k (k + 1) / 2 elements per matrix, float32 or
+    wider.
     """
-    results = _iterated([matrix.rows.to(dtype) for matrix in matrices], steps, group)
+    results = _iterate([matrix.rows.to(dtype) for matrix in matrices], steps, group)
     return [result.to(matrix.rows.dtype) for matrix, result in zip(matrices, results, strict=True)]
 
 
@@ -111,7 +111,8 @@ def orthogonalized_by_owners(
 ) -> list[Tensor]:
     """Newton-Schulz on sharded matrices, each gathered on its owner; returns this rank's rows of each result.
 
-    2 all_to_all: one of this rank's rows of all matrices, one of all rows of the matrices that it owns.
+    2 all_to_all: the first sends this rank's rows of all matrices to the owners, the second sends back all rows of
+    the matrices that this rank owns.
     """
     world, rank = group.size(), group.rank()
     owner = owners([matrix.shape for matrix in matrices], world)
@@ -123,7 +124,7 @@ def orthogonalized_by_owners(
     rows = [[matrices[i].rows for i in each] for each in by_owner]
     received = _exchange(rows, shapes_received, matrices[0].rows, group)
     # 2. Iterate on the matrices that this rank owns.
-    results = _alike_together([torch.cat(parts) for parts in zip(*received, strict=True)], steps, dtype)
+    results = _orthogonalize_by_shape([torch.cat(parts) for parts in zip(*received, strict=True)], steps, dtype)
     # 3. Send the rows of the results back to the ranks that the rows came from.
     parts = [result.split(matrix.lengths) for result, matrix in zip(results, owned, strict=True)]
     returned = _exchange([[each[to] for each in parts] for to in range(world)], shapes_sent, matrices[0].rows, group)
@@ -152,20 +153,20 @@ def _products(m: int, n: int) -> int:
     return 2 * m * n * k + k**3
 
 
-def _iterated(matrices: list[Tensor], steps: int, group: ProcessGroup | None) -> list[Tensor]:
+def _iterate(matrices: list[Tensor], steps: int, group: ProcessGroup | None) -> list[Tensor]:
     """Iterate on matrices [..., s, k] whose rows are sharded over `group`, or are all on this rank without one."""
     a, b, c = COEFFICIENTS
     squares = [torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64).square() for x in matrices]
-    norms = [each.sqrt().clamp_min(MIN_NORM)[..., None, None] for each in _summed(squares, group)]
+    norms = [each.sqrt().clamp_min(MIN_NORM)[..., None, None] for each in _sum_over_group(squares, group)]
     matrices = [x / norm.to(x.dtype) for x, norm in zip(matrices, norms, strict=True)]
     with no_autocast(matrices[0].device):
         for _ in range(steps):
-            grams = _summed_symmetric([x.mT @ x for x in matrices], group)
+            grams = _sum_symmetric([x.mT @ x for x in matrices], group)
             matrices = [a * x + x @ (b * gram + c * gram @ gram) for x, gram in zip(matrices, grams, strict=True)]
     return matrices
 
 
-def _summed(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+def _sum_over_group(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
     """Sum each tensor over the group, all in one all_reduce."""
     if group is None:
         return tensors
@@ -173,19 +174,19 @@ def _summed(tensors: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
     return _split(total, [tuple(x.shape) for x in tensors])
 
 
-def _summed_symmetric(grams: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+def _sum_symmetric(grams: list[Tensor], group: ProcessGroup | None) -> list[Tensor]:
     """Sum symmetric matrices [k, k] over the group in one all_reduce, sending only their upper triangles."""
     if group is None:
         return grams
     triangles = [torch.triu_indices(*gram.shape, device=gram.device).unbind() for gram in grams]
-    sums = _summed([gram[i, j] for gram, (i, j) in zip(grams, triangles, strict=True)], group)
+    sums = _sum_over_group([gram[i, j] for gram, (i, j) in zip(grams, triangles, strict=True)], group)
     for gram, (i, j), total in zip(grams, triangles, sums, strict=True):
         gram[i, j] = total
         gram[j, i] = total
     return grams
 
 
-def _alike_together(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
+def _orthogonalize_by_shape(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
     """Orthogonalize matrices of equal shape as one batch, which is faster on an accelerator."""
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for i, x in enumerate(matrices):

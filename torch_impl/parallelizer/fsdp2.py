@@ -171,14 +171,15 @@ def fsdp2_strategy_parallelize(
     needs no further division.
 
     `mp_policy=None` computes in bfloat16 and reduces in float32; a model with float64 parameters stays float64.
-    `output_dtype` applies to the model's output, not to each block's. Buffers keep their dtype. Units are the elements
-    of lists of layers, and the model with the rest, frozen vision and audio parts included (`units`); modules whose
-    trained parameters have another dtype than most of their unit are units of their own, and compute in it.
+    `output_dtype` applies to the model's output, not to each block's. Buffers keep their dtype. Each element
+    of a list of layers is a unit, and the model is a unit with the rest, frozen vision and audio parts included
+    (`units`). Modules whose trained parameters have another dtype than most of their unit are units of their own, and
+    compute in that dtype.
     `reshard_after_forward=None` keeps only the last block gathered between forward and backward; in a pipeline pass
     False, or each micro-batch gathers again. `offload_policy` puts shards in host memory, pinned if the mesh has an
     accelerator. Tied parameters stay tied.
 
-    tp_shard_plan          also "package.module:name" of a dict, or of a function without arguments or of the model
+    tp_shard_plan          a dict, or "package.module:name" of a dict or of a function that takes the model or nothing
     activation_checkpointing   True or "full": backward recomputes each block. "selective": `selective_ac_option`
         decides: "op" saves matrix products and attention, n recomputes each n-th block, or pass a torch policy.
         "memory_budget": the compiler decides, which needs `enable_compile`

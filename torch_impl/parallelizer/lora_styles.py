@@ -1,11 +1,11 @@
-"""Styles of linear layers with an adapter: those of the layers, with A, B and the magnitude sharded along.
+"""Tensor-parallel styles of linear layers with an adapter: A, B and the magnitude are sharded with the layer.
 
     colwise   W "o/tp i"   A "r i tp=R"   B "o/tp r"   m "o/tp"      a rank has its rows of W + s B A
     rowwise   W "o i/tp"   A "r i/tp"     B "o r tp=R" m "o tp=R"    a rank has its columns of W + s B A
 
-The input and the output are those of the layer's own style, with the layer's own collectives: a rank adds its product
-with the adapter before they are sent. What stays whole, A or B, has a partial gradient on each rank, and a sum over
-ranks in backward. It has rank * i or o * rank numbers, where the hidden states of the rank have tokens * rank.
+The input and the output are sharded as in the layer's own style, with the same collectives: each rank adds its product
+with the adapter before the output is sent. The replicated matrix, A or B, has a partial gradient on each rank, which
+backward sums over ranks. It has r * i or o * r numbers; the adapter's hidden states would be tokens * r.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude"
 
 
 def with_adapter(style: ParallelStyle, module: nn.Module) -> ParallelStyle:
-    """The style for a layer with an adapter in the place of torch's; every other style, or layer, as it is.
+    """The style for a module: a LoRA style in place of torch's if the module has an adapter, else `style` itself.
 
     Errors: ValueError for a style that would shard the adapter otherwise than its layer.
     """
@@ -79,13 +79,13 @@ class LoRAColwise(_LoRAStyle):
 
         input  "... i tp=I"   ->   "... o/tp"   or   "... o tp=I", if the layer's style gathers its output
 
-    Cost: that of the layer's style; backward 1 all_reduce of A.
+    Cost: as the layer's style; backward also 1 all_reduce of A.
     """
 
     dims: ClassVar[Mapping[str, int | None]] = {"weight": 0, "bias": 0, A: None, B: 0, MAGNITUDE: 0}
 
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor | None:
-        return summed_gradient(parameter) if name == A else super().local_parameter(name, parameter)
+        return with_summed_gradient(parameter) if name == A else super().local_parameter(name, parameter)
 
     def local_input(self, x: DTensor) -> Tensor:
         # s/tp or tp=I -> tp=R: the gradient is a sum over the ranks' rows of W
@@ -106,8 +106,8 @@ class LoRARowwise(_LoRAStyle):
 
         input  "... i/tp"   or   "... i tp=I"   ->   "... o tp=I"   or   "... s/tp o", as the layer's style says
 
-    Cost: that of the layer's style; backward 1 all_reduce of B. DoRA: forward 1 all_reduce of o numbers, backward 1 of
-          the magnitude.
+    Cost: as the layer's style; backward also 1 all_reduce of B. DoRA: forward also 1 all_reduce of o numbers, backward
+          1 of the magnitude.
     """
 
     dims: ClassVar[Mapping[str, int | None]] = {"weight": 1, "bias": None, A: 1, B: None, MAGNITUDE: None}
@@ -115,7 +115,7 @@ class LoRARowwise(_LoRAStyle):
     def local_parameter(self, name: str, parameter: DTensor) -> Tensor | None:
         if name == "bias":  # it is added after the sum over ranks
             return None
-        return summed_gradient(parameter) if name in (B, MAGNITUDE) else super().local_parameter(name, parameter)
+        return with_summed_gradient(parameter) if name in (B, MAGNITUDE) else super().local_parameter(name, parameter)
 
     def local_input(self, x: DTensor) -> Tensor:
         return x.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
@@ -127,7 +127,7 @@ class LoRARowwise(_LoRAStyle):
         bias: Any = module._parameters["bias"]
         if bias is None:
             return full
-        return full + (bias.to_local() if self.output_layout == Replicate() else summed_gradient(bias))
+        return full + (bias.to_local() if self.output_layout == Replicate() else with_summed_gradient(bias))
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         applied: Any = super()._apply(module, device_mesh)
@@ -135,6 +135,6 @@ class LoRARowwise(_LoRAStyle):
         return applied
 
 
-def summed_gradient(parameter: DTensor) -> Tensor:
+def with_summed_gradient(parameter: DTensor) -> Tensor:
     """A replicated parameter, whose gradient is the sum of the ranks' gradients."""
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

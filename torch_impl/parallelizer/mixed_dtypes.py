@@ -16,23 +16,23 @@ from torch_impl.parallelizer.blocks import groups_by_parameters, units
 
 
 def units_of_rarer_dtypes(model: nn.Module, apart: Iterable[nn.Module] = ()) -> list[list[nn.Module]]:
-    """The largest modules whose trained parameters all have another dtype than most of their unit, in groups.
+    """Groups of the largest modules whose trained parameters all have another dtype than most of their unit.
 
     `apart` are modules that are units already. Modules that share a parameter are in one group.
 
-    Errors: ValueError for a module with parameters of both dtypes of its own, and for one that shares a parameter with
-            a module of the other dtype.
+    Errors: ValueError for a module that has parameters of both dtypes directly, and for a module that shares a
+            parameter with a module of the other dtype.
     """
     names = {id(module): name for name, module in model.named_modules()}
     sharded_ids = {id(parameter) for module in apart for parameter in module.parameters()}
     rarer_modules: list[nn.Module] = []
     for unit in [*units(model), [model]]:
         sizes: Counter[torch.dtype] = Counter()
-        for parameter in _trained(unit, sharded_ids):
+        for parameter in _trainable_parameters(unit, sharded_ids):
             sizes[parameter.dtype] += parameter.numel()
         if len(sizes) > 1:
             usual = max(sizes, key=lambda dtype: sizes[dtype])
-            rarer_modules += [rarer for module in unit for rarer in _rarer(module, usual, sharded_ids, names)]
+            rarer_modules += [rarer for module in unit for rarer in _rarer_modules(module, usual, sharded_ids, names)]
         sharded_ids |= {id(parameter) for module in unit for parameter in module.parameters()}
     rarer_modules = list(dict.fromkeys(rarer_modules))  # blocks may share a module
     groups = groups_by_parameters(model, rarer_modules)
@@ -43,10 +43,10 @@ def units_of_rarer_dtypes(model: nn.Module, apart: Iterable[nn.Module] = ()) -> 
     return groups
 
 
-def _rarer(
+def _rarer_modules(
     module: nn.Module, usual: torch.dtype, sharded_ids: Set[int], names: Mapping[int, str]
 ) -> Iterator[nn.Module]:
-    dtypes = {parameter.dtype for parameter in _trained([module], sharded_ids)}
+    dtypes = {parameter.dtype for parameter in _trainable_parameters([module], sharded_ids)}
     if dtypes <= {usual}:
         return
     if usual not in dtypes and len(dtypes) == 1:
@@ -60,10 +60,10 @@ def _rarer(
                 "shards one dtype in a unit; put it into a module of its own, or cast it"
             )
     for child in module.children():
-        yield from _rarer(child, usual, sharded_ids, names)
+        yield from _rarer_modules(child, usual, sharded_ids, names)
 
 
-def _trained(modules: Sequence[nn.Module], sharded_ids: Set[int]) -> list[nn.Parameter]:
+def _trainable_parameters(modules: Sequence[nn.Module], sharded_ids: Set[int]) -> list[nn.Parameter]:
     """The parameters that require a gradient and are in no unit yet, each once."""
     parameters = {id(each): each for module in modules for each in module.parameters()}
     return [each for key, each in parameters.items() if each.requires_grad and key not in sharded_ids]

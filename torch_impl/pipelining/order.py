@@ -293,13 +293,13 @@ def _crossing_messages(order: Order, ranks: Sequence[int]) -> Iterator[InvalidOr
 
 
 def _sharding_problems(rank: int, actions: Sequence[Action | None], uses_sharding: set[int]) -> Iterator[InvalidOrder]:
-    """Violations of: a sharded stage is gathered when it computes, and reduced once, after its last backward."""
+    """Actions that break a rule of sharded stages: gather before computing; reduce once, after the last backward."""
     gathered: set[int] = set()
     reduced: set[int] = set()
     for _, position, action in _positions([actions]):
         stage, kind = action.stage, action.kind
         rules = (
-            (kind in COMPUTED and stage in uses_sharding - gathered, f"comes where '{stage}UNSHARD' has not been"),
+            (kind in COMPUTED and stage in uses_sharding - gathered, f"comes where stage {stage} is not gathered"),
             (kind in ("B", "W") and stage in reduced, f"comes after '{stage}REDUCE_GRAD'"),
             (kind == "UNSHARD" and stage in gathered, f"comes where stage {stage} is gathered already"),
             (kind == "RESHARD" and stage not in gathered, f"comes where stage {stage} is not gathered"),

@@ -294,13 +294,13 @@ class Timeline:
         return "\n".join(lines)
 
     def _cells(self, rank: int, columns: int, unit: Number) -> list[str]:
-        """A rank's row: an action in each column of time. One shorter than a column has none."""
+        """A rank's row: an action in each column of time. An action that is shorter than a column may have no cell."""
         cells = ["."] * columns
         for event in self.of(rank):
             first, last = round(event.start / unit), round(event.stop / unit)
             letter = event.action.kind
             name = f"{letter.lower() if self.chunk(event.action.stage) % 2 else letter}{event.action.microbatch}"
-            cells[first:last] = [name, *["-"] * (last - first - 1)][: last - first]  # a longer one continues in dashes
+            cells[first:last] = [name, *["-"] * (last - first - 1)][: last - first]  # then dashes
         return cells
 
     def _columns(self) -> tuple[int, Number]:

@@ -90,13 +90,13 @@ def gather_token_tensor_by_indices(
 
         "... s/cp:LAYOUT ..."   ->   "... s ... cp=R"
 
-    Every rank has the result, and their cotangents are summed. Each rank has equally many positions. Without a mesh, or
-    on one rank, `tensor` is returned.
+    Every rank has the result, and the ranks' cotangents are summed. Each rank has equally many positions. Without a
+    mesh, or on one rank, `tensor` is returned.
 
     Cost:   forward 1 all_gather of the shard, 1 all_gather of the indices, and one host read of these; backward 1
             reduce_scatter, in float32 or wider.
-    Errors: ValueError for a dim that tensor lacks, indices that are not one for each of its rows, and, on all ranks
-            after the indices are exchanged, indices that together are not each position once.
+    Errors: ValueError for a dim that tensor lacks, and for another number of indices than of its rows; on all ranks,
+            after the indices are exchanged, ValueError unless all indices together are each position once.
     """
     dim = dim_from_front("seq_dim", seq_dim, tensor)
     if cp_mesh is None or cp_mesh.size() == 1:
@@ -173,12 +173,12 @@ class ContextParallelSharder:
     """Shards a batch over cp, and then shards and gathers any tensor with an entry for each of its tokens.
 
     With a `batch`, its layout decides: `qkv_format="thd"` packs the rows as `make_cp_batch_for_te` does, anything else
-    is dense rows in DualChunkSwap order. A `model` with `prepare_model_inputs_for_cp` may give a sharder of its own
-    under `cp_sharder`; the other entries that it returns join the batch. `invoke_pre_embed=False` does not ask it.
+    is dense rows in DualChunkSwap order. A `model` may have a method `prepare_model_inputs_for_cp`, which returns
+    entries for the batch and may return its own sharder as `cp_sharder`. `invoke_pre_embed=False` does not call it.
 
     With `shard_batch`, a function `(cp_mesh, tp_mesh, batch, *, loss_mask, padding_token_id) -> (factory, batch,
-    ShardLayout or None)` shards instead, and `local_token_global_indices(cp_mesh, padded_seq_len, device)` has the
-    positions of a rank, unless its ShardLayout does.
+    ShardLayout or None)` shards instead. This rank's positions come from the ShardLayout, or if it has none, from
+    `local_token_global_indices(cp_mesh, padded_seq_len, device)`.
 
     Cost:   as `make_cp_batch_and_ctx`.
     Errors: TypeError without batch and shard_batch, and for both; as `make_cp_batch_and_ctx`.
@@ -263,7 +263,7 @@ class ContextParallelSharder:
     ) -> ShardedAny[Tensor, "..."]:
         """The full tensor in the order of the batch; with `trim` without padding, packed rows as [b, s, ...].
 
-        Every rank has the result, and their cotangents are summed.
+        Every rank has the result, and the ranks' cotangents are summed.
 
         Cost:   forward 1 all_gather; backward 1 reduce_scatter, in float32 or wider; as
                 `gather_token_tensor_by_indices` for a function that shards.

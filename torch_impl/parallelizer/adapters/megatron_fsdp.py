@@ -98,5 +98,5 @@ def _names_of_groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: Any = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if any(name is None for group in groups for name in group):
-        raise ValueError("optimizer: has a parameter that is none of the model's; make it of model.parameters()")
+        raise ValueError("optimizer: has a parameter that is not in the model; make it from model.parameters()")
     return groups

@@ -16,7 +16,7 @@ from torch_impl.parallelizer.tp_styles import owner_of
 
 
 def check_meta(model: nn.Module, *, is_expected: bool) -> None:
-    """ValueError unless the model is on the meta device if and only if that is expected, and can be initialised."""
+    """Errors: ValueError unless the model is on the meta device just if `is_expected`, and can be initialised there."""
     for problem in _meta_problems(model, is_expected):
         raise ValueError(f"init_nvfsdp_with_meta_device{problem}")
 
@@ -33,7 +33,7 @@ def _meta_problems(model: nn.Module, is_expected: bool) -> Iterator[str]:
         return
     for name, module in model.named_modules():
         if any(p.is_meta for p in _direct_tensors(module).values()) and not hasattr(module, "reset_parameters"):
-            lacks = "has parameters and no reset_parameters, nor has the model _init_weights"
+            lacks = "has parameters but no reset_parameters, and the model has no _init_weights"
             yield f": {name or type(model).__name__!r} {lacks}; add one of them"
 
 
