@@ -66,7 +66,7 @@ from shardproof.report.report import OF_ALL_EXAMPLES, Report, mesh_text
 from shardproof.second_opinion import VERIFIED, second_opinion
 
 Progress = Callable[[int, int, str], None]
-# What follows a failure, as the bar of a narrow terminal has room for.
+# The steps after a failure, short enough for the progress bar of a narrow terminal.
 SMALLER, CONFIRMED, CAUSE = "fails; making it smaller:", "fails; confirming on gloo:", "fails; finding the cause:"
 VALUE_EXAMPLES = 8  # least number of examples if all sizes are given
 MOST_PLANNED = 100  # examples that the pairs of a scheme may take by default
@@ -109,8 +109,8 @@ def verify(
 
     `found` is called with the first failing report, before other cases are tried for a smaller one.
 
-    `progress(done, total, state)` is called after each drawn example, but not after the first cases (if only values are
-    drawn, there are no others); `state` is empty until an example fails, and then names each step that follows.
+    `progress(done, total, state)` is called after each example of the search, not after the first cases, which are all
+    cases if only values are drawn. `state` is empty until an example fails, and then names each step that follows.
     """
     fixed = dict(fixed or {})
     if engine not in ENGINES:
@@ -118,12 +118,12 @@ def verify(
     if engine not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
     check_arguments(scheme.name, examples=examples, seed=seed, inside_subgroup=inside_subgroup)
-    seed = int(seed)  # NumPy's would not be written as JSON
+    seed = int(seed)  # a NumPy integer cannot be written as JSON
     VERIFIED.add(scheme.key)
     kept_traces.forget_if_changed(scheme.reference)
     draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     trace_seconds_before, start = CLOCK.seconds, time.perf_counter()
-    # 1. The cases that need no search, and the length of a search: enough for each pair of a size and a mesh.
+    # 1. Verify the cases that need no search. Make the search long enough for each pair of a size and a mesh.
     first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
     choices = {"dtype": dtype, "world": world, "limit": SHAPES[profile()]}
     first_choices = plan(scheme, fixed, examples or MOST_PLANNED, seed, **choices)
@@ -161,35 +161,35 @@ def verify(
             not_drawn = [f"{total - len(reports)} of {total} examples, at the limit of {limit_s:g} s", *not_drawn]
         return replace(report, not_drawn=tuple(not_drawn))
     begins = partial(progress, len(reports), total) if progress else id
-    return with_replay_file(scheme, _tried_further(scheme, report, fixed, search.as_drawn, begins), replay_folder)
+    return with_replay_file(scheme, _with_explanation(scheme, report, fixed, search.as_drawn, begins), replay_folder)
 
 
-def _tried_further(
+def _with_explanation(
     scheme: Declared,
     report: Report,
     fixed: Mapping[str, Any],
     as_drawn: CaseSpec | None,
     begins: Callable[[str], object],
 ) -> Report:
-    """The report after more has been tried on other cases; a step that raises leaves it as it is.
+    """The report with its smallest case, a second opinion, and notes that were tested on other cases.
 
     `begins` is called with the name of each step.
     """
     if report.is_undecided:
-        return _kept(report, lambda found: name_values_to_avoid(scheme, found))
+        return _after_step(report, lambda found: name_values_to_avoid(scheme, found))
     if report.only_unwaited:
-        return _kept(report, lambda found: second_opinion(scheme, found))
+        return _after_step(report, lambda found: second_opinion(scheme, found))
     begins(SMALLER)
-    report = _kept(report, lambda found: _with_smallest_case(scheme, found, fixed))
-    report = _kept(report, lambda found: name_values_to_avoid(scheme, found))
+    report = _after_step(report, lambda found: _with_smallest_case(scheme, found, fixed))
+    report = _after_step(report, lambda found: name_values_to_avoid(scheme, found))
     begins(CONFIRMED)
-    report = _kept(report, lambda found: second_opinion(scheme, found, as_drawn))
+    report = _after_step(report, lambda found: second_opinion(scheme, found, as_drawn))
     begins(CAUSE)
-    return _kept(report, lambda found: check_notes(scheme, found))
+    return _after_step(report, lambda found: check_notes(scheme, found))
 
 
-def _kept(report: Report, step: Callable[[Report], Report]) -> Report:
-    """`step(report)`; if that raises, the report itself with a sentence: a failure that was found is never lost."""
+def _after_step(report: Report, step: Callable[[Report], Report]) -> Report:
+    """`step(report)`; if the step raises, the report itself and a sentence, so that no failure is lost."""
     try:
         return step(report)
     except BaseException as error:
@@ -222,7 +222,7 @@ def _first_cases(
 ) -> tuple[list[CaseSpec], int]:
     """The cases that are not drawn, and the total number of examples to draw up to.
 
-    For one example it is the seed's case, on several ranks if a mesh has them: one rank shards nothing. If all dims are
+    A single example is the seed's case, on several ranks if a mesh has them: one rank shards nothing. If all dims are
     given, there is one case for each mesh and dtype and, on lockstep if the caller gave neither a number of examples
     nor `inside_subgroup`, one inside a larger world. If only values are left to draw, there are at least
     VALUE_EXAMPLES, because some mistakes with masks, ids or lengths show only for a few values.
@@ -257,9 +257,9 @@ def _meshes_of_several_ranks(scheme: Declared, fixed: Mapping[str, Any], world: 
 def _long_cases(
     scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
 ) -> list[CaseSpec]:
-    """The long case of a scheme, in place of its last example, if the caller leaves examples and dtypes to us."""
-    is_ours = examples is None and draw_options["dtype"] is None and draw_options["world"] is None
-    if not is_ours or draw_options["engine"] != "lockstep" or draw_options["inside_subgroup"]:
+    """The scheme's long case, which replaces the last drawn example, if the caller gives no choice that excludes it."""
+    is_free = examples is None and draw_options["dtype"] is None and draw_options["world"] is None
+    if not is_free or draw_options["engine"] != "lockstep" or draw_options["inside_subgroup"]:
         return []
     case = long_case(scheme, fixed, seed)
     return [] if case is None else [case]
@@ -283,7 +283,7 @@ def _case_of_each_mesh_and_dtype(
 
 
 def _ends(report: Report) -> bool:
-    """Whether no more cases are drawn after this one. A finding that changes no number hides no later one."""
+    """Whether the search ends with this report. A call that was never waited for does not end it: no number changes."""
     return report.failed and not report.only_unwaited
 
 
@@ -308,8 +308,8 @@ def _search(
 ) -> Search:
     """Verify drawn cases until one fails, and simplify that one; `first_choices` are given for the first cases.
 
-    At least one case is drawn, and one on several ranks if a mesh has them; none other later than `until` on the clock
-    of `time.perf_counter`. If `total` cases compared nothing, as where all outputs are empty, more are drawn.
+    After `until`, a time of `time.perf_counter`, the search goes on only until it has drawn one case, on several ranks
+    if a mesh has them. If `total` cases compared nothing, as where all outputs are empty, more are drawn.
     """
     several = _meshes_of_several_ranks(scheme, fixed, draw_options["world"])
 
@@ -381,7 +381,7 @@ def check_cases(scheme: Declared, examples: int | None = None, *, engine: str = 
 
     check_arguments(scheme.name, examples=examples, inside_subgroup=fixed.get("inside_subgroup"))
     count = few(examples) if examples else settings().max_examples
-    if profile() == "fast":  # among few examples planned ones meet more conditions than independent draws
+    if profile() == "fast":  # a few planned examples meet more conditions than as many independent draws
         named = {name: fixed.pop(name) for name in ("dtype", "world", "inside_subgroup") if name in fixed}
         verify(scheme, engine, count, fixed=fixed, **named).raise_if_failed()
         return

@@ -42,8 +42,8 @@ With several outcomes the worst status is returned: 70, then 3, then 1, then 2 f
   its death are printed.
 - **A full disk.** The files are lost; the verdicts are printed.
 - **Output.** Verdicts and tables go to standard output; progress bars, and one sentence for an error, to standard
-  error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too. A terminal breaks long
-  lines, a pipe does so where `COLUMNS=80` says how long they may be.
+  error. Bars and colours appear on terminals only; `NO_COLOR=1` turns colours off there too. Long lines are
+  broken on a terminal, and in a pipe if `COLUMNS` is set, such as `COLUMNS=80`.
 - **A verdict at each save.** `verify FILE --watch` keeps a process that has imported torch and JAX. When you save the
   file, or a file that it imports outside of installed packages, a fork of this process verifies the schemes, the last
   failures first, and ends. So nothing of an earlier version remains in memory. A failing case is printed at once, in

@@ -55,14 +55,14 @@ def compare(targets: Sequence[str], request: Request) -> list[Comparison]:
     for mesh in meshes:
         names = {**sweep.sizes_on(mesh, dims), **request.options}
         setting = Setting(mesh, names, links, request.dtype, request.seed)
-        comparisons.append(exchanges.compared(words[0], setting) if words else _joined(schemes, setting))
+        comparisons.append(exchanges.compared(words[0], setting) if words else _candidates_of_all(schemes, setting))
     if not any(comparison.candidates for comparison in comparisons):
         reasons = dict.fromkeys(f"{name}: {reason}" for one in comparisons for name, reason in one.left_out.items())
         raise ValueError("; ".join(reasons))
     return comparisons
 
 
-def _joined(schemes: Sequence[Declared], setting: Setting) -> Comparison:
+def _candidates_of_all(schemes: Sequence[Declared], setting: Setting) -> Comparison:
     """The candidates of all schemes; for a single scheme, its error is raised."""
     if len(schemes) == 1:
         return candidates(schemes[0], setting)

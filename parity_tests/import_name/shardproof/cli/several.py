@@ -29,7 +29,7 @@ from shardproof.engines.processes.root_cause import ending
 from shardproof.report.guard import sentence_of
 
 MOST = 4  # processes; each holds torch and JAX
-END_S = 10.0  # for a worker without work to end
+END_S = 10.0  # the time for a worker without work to end
 
 
 def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
@@ -48,7 +48,7 @@ def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
 
 
 def _outcomes(schemes: Sequence[Declared], examples: int, count: int) -> Iterator[tuple[Declared, session.Outcome]]:
-    """Each scheme with its outcome, as they come."""
+    """Each scheme with its outcome, in the order in which they end."""
     waiting = deque(schemes)
     workers: list[_Worker] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ class _Worker:
         return outcome
 
     def close(self) -> None:
-        """End the process: one at work at once, an idle one by itself."""
+        """End the process: kill it if it is at work; an idle one ends by itself."""
         self.connection.close()
         self._process.join(0.0 if self._is_busy else END_S)
         if self._process.exitcode is None:
@@ -121,21 +121,21 @@ class _Worker:
 
 
 def _serve(connection: Connection, log: str, parent: int) -> None:
-    """In a worker: verify schemes until the parent has no more."""
+    """The loop of a worker: verify schemes until the parent has no more."""
     orphans.tie(parent)
     collect_rarely()
     crash.record(Path(log) / "crash")
     exits.install(lambda text: Path(log, "noted").write_text(text, encoding="utf-8"))
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
-            connection.send(_one(*connection.recv()))
-    # A heap with torch, JAX and all schemes would take three seconds to take down, which the parent would wait for.
+            connection.send(_verify_one(*connection.recv()))
+    # An ordinary exit would free the heap of torch, JAX and all schemes: the parent would wait three seconds for it.
     atexit._run_exitfuncs()
     flush()
     exits.leave(0)
 
 
-def _one(file: str, name: str, key: str, examples: int) -> session.Outcome:
+def _verify_one(file: str, name: str, key: str, examples: int) -> session.Outcome:
     try:
         scheme = next(candidate for candidate in discover.schemes_of_file(file) if candidate.name == name)
         return session.run([scheme], session.VerifyOptions(examples=examples, profile="quick", quiet=True))

@@ -53,7 +53,7 @@ def {scheme}({parameters}):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Content of the file: the function, its axes, and a guess for each tensor and result."""
+    """What the file is written from: the function, the axes, and a guess for each tensor and result."""
 
     target: str
     out: str
@@ -83,7 +83,7 @@ def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int
         raise UnusableTarget(f"{target}: names no function; write {target}::function")
     function = function_of(target, is_own=True)
     if not tensor_names(function):
-        raise UnusableTarget(f"{target}: takes no tensor; a scheme is of a function of tensors")
+        raise UnusableTarget(f"{target}: takes no tensor; name a function that takes tensors")
     path = Path(out) if out else Path(file).with_name(f"scheme_{name}.py")
     if path.exists():
         raise ValueError(f"{path} already exists; give another --out")
@@ -115,7 +115,7 @@ def _tensors_of_run(target: str, inputs: str, axes: Mapping[str, int]) -> Any:
 
 
 def body(mesh: Any, case: Any) -> Any:
-    """Sent to the ranks; see `inferred.run`."""
+    """What each rank runs: `inferred.run`."""
     return import_module("shardproof.cli.inferred").run(mesh, case)
 
 
@@ -187,9 +187,9 @@ def _argument(name: str) -> str:
 
 
 def _import(file: Path, out: Path, name: str) -> str:
-    """How the scheme's file imports the function from the file next to it: relatively inside a package.
+    """The lines that import the function from the file next to the scheme's; inside a package, a relative import.
 
-    A file whose name is no module's, as `13_x.py`, is imported by its path.
+    A file whose name is not a module name, like `13_x.py`, is imported by its path.
     """
     if file.resolve().parent != out.resolve().parent:
         raise ValueError(f"--out {out}: put it beside {file}, from which it imports")

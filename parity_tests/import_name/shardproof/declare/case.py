@@ -161,7 +161,7 @@ class CaseSpec:
 
 
 def _check_kinds(record: dict[str, Any]) -> None:
-    """ValueError unless each table of a record is one, with sizes in `dims` and a table for each layout and value."""
+    """Errors: ValueError unless the fields of a record have the right kinds, down to each size, layout and value."""
     for key in ("scheme", "dtype", "engine"):
         if not isinstance(record.get(key, ""), str):
             raise ValueError(f"case: {key} is {record[key]!r}; it is a text")

@@ -234,7 +234,7 @@ def check_reference(
         kinds = "input or option" if options else "input"
         if missing[0] in signature:
             where = "inputs or options" if options else "inputs"
-            raise errors(f"takes {missing[0]!r}, as {title} does, which is not among the {where}: add it")
+            raise errors(f"takes {missing[0]!r}, as {title} does, but it is not among the {where}: add it")
         raise errors(
             f"{asks}; its argument {missing[0]!r} is not an {kinds} of the scheme ({', '.join(arguments)}): "
             "rename it or add it"

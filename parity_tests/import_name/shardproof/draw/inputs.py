@@ -64,10 +64,10 @@ def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
 
 
 def uneven_rows(arg: Argument, pattern: str, shard: int, case: CaseSpec) -> np.ndarray:
-    """Where a pattern of UNEVEN is true, or of "half", which is true at random.
+    """Where a pattern is true: one of UNEVEN, or "half", which is true at random.
 
-    "shard" is what one rank holds of a sharded dim, of which there is one for each number; "others" is the rest.
-    Without a sharded dim both are a prefix of each row, as "prefix".
+    "shard" is true at the positions of a sharded dim that one rank holds, and the number `shard` selects dim and rank;
+    "others" is true at all other positions. Without a sharded dim both are like "prefix": a prefix of each row.
     """
     shape = arg.shape(case)
     rng = generator(case, f"rows of {_source(arg.name, case)}")

@@ -1,8 +1,8 @@
-"""The creation of a process group: a call that ranks must issue alike, and that torch does not compare.
+"""The creation of a process group: all ranks must make the same call, which torch does not check.
 
-Every rank must make every group, with the same members and in the same order, also a rank that is no member; with
-`use_local_synchronization` the members alone. The ranks of a mesh make its groups in this way too. Torch names groups
-by their number, so that after a difference two ranks wait for different groups under one name, or for ever.
+Every rank must make every group, with the same members and in the same order, even if it is not a member; with
+`use_local_synchronization` only the members do. The groups of a mesh are made in the same way. Torch names groups by
+their number, so after a difference two ranks wait for different groups under one name, or wait for ever.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from shardproof.engines.ledger import Ledger, LedgerRow, call_site, phase
 from shardproof.engines.protocol import disagreement
 
 NEW_GROUP = "new_group"
-MAKER = "_new_group_with_tag"  # of c10d: it makes the groups of new_group and of a mesh
-OF_ALL, OF_MEMBERS = "all ranks", "its members"
+MAKER = "_new_group_with_tag"  # in c10d; it makes the groups of new_group and of a mesh
+ALL_RANKS, MEMBERS = "all ranks", "its members"
 _parameters = inspect.signature(getattr(c10d, MAKER))
 
 Issue = Callable[[LedgerRow], AbstractContextManager[Any]]
 
 
 def reported(make: Callable[..., Any], issue: Callable[[], tuple[Counter[str], Issue] | None]) -> Callable[..., Any]:
-    """c10d's `_new_group_with_tag`, which first reports its row to the calling rank.
+    """c10d's `_new_group_with_tag`, made to report its row of the ledger before it makes the group.
 
     `issue()` gives the rank's counter of creations and a block around the creation; None outside a run.
     """
 
     @wraps(make)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        of_rank = issue() if dist.is_initialized() else None
-        row = None if of_rank is None else _row(of_rank[0], _parameters.bind(*args, **kwargs).arguments)
-        if of_rank is None or row is None:
+        issued = issue() if dist.is_initialized() else None
+        row = None if issued is None else _row(issued[0], _parameters.bind(*args, **kwargs).arguments)
+        if issued is None or row is None:
             return make(*args, **kwargs)
-        with of_rank[1](row):
+        with issued[1](row):
             return make(*args, **kwargs)
 
     return new_group
@@ -57,7 +57,7 @@ def _row(count: Counter[str], arguments: dict[str, Any]) -> LedgerRow | None:
     is_local = bool(arguments.get("use_local_synchronization"))
     if is_local and rank not in members:
         return None
-    name = OF_MEMBERS if is_local else OF_ALL
+    name = MEMBERS if is_local else ALL_RANKS
     count[f"{name} {members if is_local else ''}"] += 1
     return LedgerRow(
         rank=rank,
@@ -76,11 +76,11 @@ def _row(count: Counter[str], arguments: dict[str, Any]) -> LedgerRow | None:
 
 
 def without_creations(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
-    """The communication alone."""
+    """The rows of communication."""
     return [row for row in rows if row.members is None]
 
 
 def difference(case: CaseSpec | None, ledger: Ledger) -> CollectiveMismatch | None:
-    """The failure of ranks that have all returned and have not made the same groups."""
+    """The failure if the ranks have all returned but have not made the same groups."""
     found = disagreement(Ledger([row for row in ledger.rows if row.members is not None]))
     return None if found is None else found.failure(case, ledger)

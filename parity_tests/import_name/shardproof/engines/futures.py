@@ -1,7 +1,7 @@
-"""Futures of asynchronous work: whoever waits for a future waits for its work; taking the future is no wait.
+"""Futures of asynchronous work: waiting for a future waits for its work, but taking a future does not.
 
-A future that follows from another by `then` or `collect_all` stands for it. A future that a communication hook of DDP
-returns is waited for in C++.
+A future made by `then` or `collect_all` stands for the futures that it is made from. C++ waits for a future that a
+communication hook of DDP returns.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 # Methods after which the caller knows that the future is complete; `done` only if it answers True.
-WAITING = ("wait", "value", "done", "add_done_callback")
-FOLLOWING = "then"
+WAIT_METHODS = ("wait", "value", "done", "add_done_callback")
 
 Context = Callable[[], AbstractContextManager[Any]]
 
-_held: dict[int, tuple[Any, Callable[[], object]]] = {}  # by id: a future and the note that it was waited for
-# The complete future that a callback of `then` has as its argument: the callback's reading is not the caller's wait.
+_held: dict[int, tuple[Any, Callable[[], object]]] = {}  # by id: a future, and the function that notes a wait
+# The argument of the callback of `then` that runs now. Reading it there is not a wait by the caller.
 _in_callback = threading.local()
 
 
@@ -33,7 +32,7 @@ def hold(future: Any, waited: Callable[[], object]) -> None:
 
 
 def is_called_by_python() -> bool:
-    """Whether the method that asks was called by its name in Python. C++, as DDP's reducer, waits for its futures."""
+    """Whether Python called, by its name, the method that asks. C++, such as DDP's reducer, waits for its futures."""
     method = sys._getframe(1)
     return method.f_back is not None and method.f_code.co_name in method.f_back.f_code.co_names
 
@@ -44,17 +43,17 @@ def forget() -> None:
 
 
 @contextmanager
-def observed(recording: Callable[[], Context | None] = lambda: None) -> Iterator[None]:
-    """In this block, futures of this process note who waits for them.
+def observed(rank_context: Callable[[], Context | None] = lambda: None) -> Iterator[None]:
+    """In this block, waiting for a future of this process notes that its work was waited for.
 
-    A backend may call a callback in a thread of its own: there it runs in the context that `recording` gives the rank.
+    A backend may call a callback in a thread of its own. The callback runs there in the context of `rank_context()`.
     """
     future: Any = torch._C.Future
     changed: list[tuple[Any, str, Callable[..., Any]]] = [
-        *((future, name, _waiting(getattr(future, name))) for name in WAITING),
-        (future, FOLLOWING, _following(getattr(future, FOLLOWING), recording)),
-        (torch._C, "_collect_all", _collecting(torch._C._collect_all)),
-        (dist, "_register_comm_hook", _with_hook(dist._register_comm_hook)),  # pyright: ignore[reportAttributeAccessIssue]
+        *((future, name, _wait_method(getattr(future, name))) for name in WAIT_METHODS),
+        (future, "then", _then_method(future.then, rank_context)),
+        (torch._C, "_collect_all", _collect_function(torch._C._collect_all)),
+        (dist, "_register_comm_hook", _register_function(dist._register_comm_hook)),  # pyright: ignore[reportAttributeAccessIssue]
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
     try:
@@ -67,7 +66,7 @@ def observed(recording: Callable[[], Context | None] = lambda: None) -> Iterator
         forget()
 
 
-def _waited(future: Any) -> None:
+def _note_wait(future: Any) -> None:
     if future is getattr(_in_callback, "future", None):
         return
     _, waited = _held.pop(id(future), (None, None))
@@ -75,58 +74,58 @@ def _waited(future: Any) -> None:
         waited()
 
 
-def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wait_method(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def waiting(self: Any, *args: Any) -> Any:
+    def wait(self: Any, *args: Any) -> Any:
         answer = method(self, *args)
         if answer is not False:
-            _waited(self)
+            _note_wait(self)
         return answer
 
-    return waiting
+    return wait
 
 
-def _following(method: Callable[..., Any], recording: Callable[[], Context | None]) -> Callable[..., Any]:
+def _then_method(method: Callable[..., Any], rank_context: Callable[[], Context | None]) -> Callable[..., Any]:
     @wraps(method)
     def then(self: Any, callback: Callable[[Any], Any]) -> Any:
-        thread, context = threading.get_ident(), recording() or nullcontext
+        thread, context = threading.get_ident(), rank_context() or nullcontext
 
-        def called(of: Any) -> Any:
-            outer, _in_callback.future = getattr(_in_callback, "future", None), of
+        def run_callback(done: Any) -> Any:
+            outer, _in_callback.future = getattr(_in_callback, "future", None), done
             try:
                 with nullcontext() if threading.get_ident() == thread else context():
-                    return callback(of)
+                    return callback(done)
             finally:
                 _in_callback.future = outer
 
-        future = method(self, called)
+        future = method(self, run_callback)
         if id(self) in _held:
-            hold(future, lambda: _waited(self))
+            hold(future, lambda: _note_wait(self))
         return future
 
     return then
 
 
-def _collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
+def _collect_function(collect: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(collect)
-    def collected(futures: Any) -> Any:
+    def collect_all(futures: Any) -> Any:
         parts = list(futures)
         future = collect(parts)
-        hold(future, lambda: [_waited(part) for part in parts])
+        hold(future, lambda: [_note_wait(part) for part in parts])
         return future
 
-    return collected
+    return collect_all
 
 
-def _with_hook(register: Callable[..., Any]) -> Callable[..., Any]:
+def _register_function(register: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(register)
-    def registered(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
+    def register_hook(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
         @wraps(hook)
-        def returning(*args: Any) -> Any:
+        def run_hook(*args: Any) -> Any:
             future = hook(*args)
-            _waited(future)
+            _note_wait(future)
             return future
 
-        return register(reducer, state, returning)
+        return register(reducer, state, run_hook)
 
-    return registered
+    return register_hook

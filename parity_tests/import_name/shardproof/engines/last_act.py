@@ -1,4 +1,4 @@
-"""The end of a command in the process that runs it: its status, its `atexit` functions, and the record of both."""
+"""How a command ends in the process that runs it: its status and `atexit` functions, reported to the parent."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PASSED_ON = (signal.SIGINT, *signals.ASKING)
 
 
 def recorded(call: Callable[[], int | None], words: LastWords) -> int:
-    """The status of the command, which the last line of this function tells its parent."""
+    """Run the command and its `atexit` functions, tell the parent the status, and return it."""
     process = os.getpid()
     status = _status_of(call)
     flush()
-    if os.getpid() == process:  # not a process that a user's code has forked and that came back here
+    if os.getpid() == process:  # else a process that a user's code has forked came back here
         words.judged(status)
         if signals.asked is not None:
             orphans.end_by(signals.asked)
@@ -35,7 +35,7 @@ def recorded(call: Callable[[], int | None], words: LastWords) -> int:
 
 
 def _status_of(call: Callable[[], int | None]) -> int:
-    """The status of the command, however it ends; from then on, an interrupt is ignored, and SIGTERM ends at once."""
+    """Run the command and return its status. Then an interrupt is ignored, and SIGTERM ends the process at once."""
     try:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (*PASSED_ON, signal.SIGCHLD))
@@ -45,11 +45,11 @@ def _status_of(call: Callable[[], int | None]) -> int:
             signals.end_when_asked()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # A second interrupt comes where the first was passed on to a whole group; the parent tells of other signals.
+        # The sentence is printed only once: an interrupt may come twice, and the parent reports other signals.
         if not signals.interrupt_is_told and signals.asked is None:
             complain(INTERRUPTED_SENTENCE)
         return INTERRUPTED
-    except SystemExit as left:  # the command line's own exit: a user's is turned into a sentence before
+    except SystemExit as left:  # the command line's own; one of a user's code has become a sentence before
         if isinstance(left.code, str):
             complain(left.code)
             return RANK_FAILED
@@ -85,7 +85,7 @@ def _status_after_exit_functions(status: int) -> int:
 
 def complain(sentence: str) -> None:
     if sys.stderr is not None:  # else `print` would take standard output
-        with contextlib.suppress(OSError, ValueError):  # the second where a user's code has closed it
+        with contextlib.suppress(OSError, ValueError):  # ValueError if a user's code has closed it
             print(f"shardproof: {sentence}", file=sys.stderr)
 
 

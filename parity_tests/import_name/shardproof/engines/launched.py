@@ -1,8 +1,8 @@
-"""A rank under a launcher such as torchrun: its parent believes status 0 only from a rank that has come to its end.
+"""A rank under a launcher such as torchrun, and a parent process that checks how the rank ends.
 
-torchrun takes a process that leaves with 0 for a success, and native code can leave so at any line. The parent stands
-between the launcher and the rank, and ends as the rank does, but with 3 for a 0 that the rank has not recorded. If rank
-0 dies, another process prints the verdicts so far, and runs nothing.
+torchrun counts a process that exits with 0 as a success, but native code can exit with 0 at any line. So a parent
+stands between the launcher and the rank. It ends as the rank does, but with 3 if the rank exits with 0 and has not
+recorded this status. If rank 0 dies, another process prints the verdicts so far, and runs nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TICK_S = 0.5
 PATIENCE_S = 25.0  # torchrun kills a process that has not ended 30 s after a request
 ORPHANS_S = 2.0  # how long the processes of an ended rank get to end by themselves
 
-agent: int | None = None  # the launcher, in a rank that has a parent of this module
+agent: int | None = None  # the process of the launcher, in a rank whose parent is a `Rank`
 is_over = False  # this process prints the verdicts of a rank 0 that has died
 _words: LastWords | None = None  # of this rank, shared with its parent
 
@@ -51,11 +51,11 @@ class Rank:
         self._passed_on: set[int] = {signal.SIGXCPU}  # signals that the rank has not sent to itself
 
     def status(self) -> int:
-        """How the rank has ended; where a signal has ended it, this process ends by the same one."""
+        """The exit status of the rank. If a signal has ended the rank, this process ends by the same signal."""
         signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         orphans.adopt()
-        orphans.tie(self._agent, signal.SIGCHLD)  # ends the wait, as the end of a child does
+        orphans.tie(self._agent, signal.SIGCHLD)  # wakes `_exit_code` when the launcher ends
         code = self._exit_code()
         if self._words.finished is not None and code >= 0:
             return self._words.finished
@@ -69,7 +69,7 @@ class Rank:
 
             self._exit_code(Died(died, rank=rank))
             if self._words.finished is None:
-                complain(f"{sentence}; what was judged before could not be printed")
+                complain(f"{sentence}; the verdicts so far could not be printed")
             return RANK_FAILED if self._words.finished is None else self._words.finished
         if code == 0:
             complain(sentence)
@@ -78,7 +78,7 @@ class Rank:
         return code or RANK_FAILED
 
     def _exit_code(self, death: RankFailure | None = None) -> int:
-        """Run the command, or tell its verdicts after its death; minus N for signal N."""
+        """The exit code of a child that runs the command, or prints its verdicts after its `death`; -N for signal N."""
         others = orphans.children()
         flush()
         key = self._journal.begun
@@ -98,7 +98,7 @@ class Rank:
             if death is not None and time.monotonic() > ends:
                 os.kill(child, signal.SIGKILL)
             if os.getppid() != self._agent:
-                exits.leave(RANK_FAILED)  # the rank is told by the end of this process
+                exits.leave(RANK_FAILED)  # the rank is tied to this process and gets a signal
             ended, status = os.waitpid(child, os.WNOHANG)
             code = os.waitstatus_to_exitcode(status) if ended else None
         orphans.end(but=others, grace_s=ORPHANS_S)
@@ -113,12 +113,12 @@ class Rank:
             self._words.clear()
             exits.install_alone()
             if is_over:
-                # The launcher ends the ranks after one has died, and has patience before it kills them.
+                # After one rank has died, the launcher asks the others to end, and waits before it kills them.
                 signals.ignore_asking()
             is_watchful = AGENT in os.environ and not is_over
             if is_watchful:
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup; a rank has no terminal
-            # A rank of torchrun soon watches its parent itself, and has a last word.
+            # A rank of torchrun soon watches its parent itself, and reports before it ends.
             orphans.tie(self._parent, signal.SIGHUP if is_watchful else signal.SIGKILL)
             journal.current = self._journal
             if key is not None and death is not None:
@@ -126,6 +126,6 @@ class Rank:
             self._journal.read()
             status = last_act.recorded(self._call, self._words)
         finally:
-            if os.getppid() == self._parent:  # else the launcher would wait for ever for one that is stopped
+            if os.getppid() == self._parent:  # a stopped parent would keep the launcher waiting for ever
                 os.kill(self._parent, signal.SIGCONT)
             exits.leave(status)

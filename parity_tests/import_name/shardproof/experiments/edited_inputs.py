@@ -1,7 +1,7 @@
 """Name the wrong use of an input: the results are the reference's with one input edited.
 
 A bias that every rank adds before a norm, columns of a fused projection in another order, a scale by the size of a
-shard: behind a root or a softmax such a mistake shows as no factor and no order of the result. But the result is
+shard: behind a root or a softmax such a mistake does not show as a factor or an order of the result. But the result is
 exactly the reference's with the input counted twice, reordered or scaled. So the reference is evaluated with one small
 edit of its inputs at a time. An edit is named only if all outputs are right with it in every failing case and in a case
 on another mesh.
@@ -55,9 +55,9 @@ class _Case:
         return {arg.name: program.full_array(arg, self.case) for arg in self.scheme.inputs}
 
     def wrong(self, edit: InputEdit) -> set[str] | None:
-        """The labels of the tensors that are wrong with the reference of edited inputs.
+        """The labels of the gradients that are wrong beside the reference of edited inputs.
 
-        None if an output is, or if the edit does not apply.
+        None if an output is wrong, or if the edit does not apply.
         """
         args = {arg.name: arg for arg in self.scheme.inputs}
         changes = {name: edit.change(args[name], self.case) for name in edit.names}
@@ -68,7 +68,7 @@ class _Case:
         return self._wrong[key]
 
     def _wrong_with(self, changes: Mapping[str, Change], exchanged: tuple[str, ...]) -> set[str] | None:
-        reference = _evaluated(self, changes, exchanged)
+        reference = _edited_reference(self, changes, exchanged)
         if reference is None:
             return None
         wrong = set[str]()
@@ -80,7 +80,7 @@ class _Case:
 
 
 @none_if_raised
-def _evaluated(case: _Case, changes: Mapping[str, Change], exchanged: tuple[str, ...]) -> Reference:
+def _edited_reference(case: _Case, changes: Mapping[str, Change], exchanged: tuple[str, ...]) -> Reference:
     """The reference of edited inputs, with the gradients of the inputs as they are."""
     other = dict(zip(exchanged, reversed(exchanged), strict=True))
     edited = {name: change.of(case.arrays[name]) for name, change in changes.items()}
@@ -97,7 +97,7 @@ def _evaluated(case: _Case, changes: Mapping[str, Change], exchanged: tuple[str,
 def name_edited_inputs(
     scheme: Declared, report: Report, failing: Sequence[Report], notes: Notes
 ) -> dict[str, tuple[Note, ...]]:
-    """The notes, with the edit of the inputs with which the reference gives the results, if none names a cause.
+    """The notes; if none names a cause, with an edit of the inputs that makes the reference equal to the results.
 
     Cost: a run of each failing case, and at most SEARCH_S seconds of the reference.
     """
@@ -106,7 +106,7 @@ def name_edited_inputs(
     first = [notes[label][0] for label in wrong_outputs if notes.get(label)]
     if 1 + len(failing) < MIN_FAILING or not first or any(map(_names_a_cause, first)):
         return by_label
-    found = list(_that_explain(scheme, report, failing))
+    found = list(_right_edits(scheme, report, failing))
     if not found:
         return by_label
     edit, wrong = found[0]
@@ -124,13 +124,13 @@ def _names_a_cause(note: Note) -> bool:
     return names_a_number(note) or note.startswith(starts) or READ_TOO_EARLY in note
 
 
-def _that_explain(scheme: Declared, report: Report, failing: Sequence[Report]) -> Iterator[tuple[InputEdit, set[str]]]:
+def _right_edits(scheme: Declared, report: Report, failing: Sequence[Report]) -> Iterator[tuple[InputEdit, set[str]]]:
     """The edits with which all outputs of all cases are right, each with the gradients that stay wrong."""
     start = time.process_time()
     largest = max([report, *failing], key=lambda other: (other.case.world > 1, sum(t.want.size for t in other.tensors)))
     derived = [largest.case, *(other.case for other in (report, *failing) if other is not largest)]
     derived += [case for case in (cases.on_another_mesh(scheme, report.case, 4),) if case is not None]
-    ran = [each for case in derived if (each := none_if_raised(_ran)(scheme, case)) is not None]
+    ran = [each for case in derived if (each := none_if_raised(_run_case)(scheme, case)) is not None]
     if len(ran) < MIN_FAILING or ran[0].case is not largest.case:
         return
     is_found = False
@@ -138,13 +138,13 @@ def _that_explain(scheme: Declared, report: Report, failing: Sequence[Report]) -
         for edit in edits if not is_found else ():
             if time.process_time() - start > SEARCH_S:
                 return
-            wrong = _wrong_in_all(ran, edit)
+            wrong = _wrong_gradients(ran, edit)
             if wrong is not None:
                 is_found = True
                 yield edit, wrong
 
 
-def _wrong_in_all(ran: Sequence[_Case], edit: InputEdit) -> set[str] | None:
+def _wrong_gradients(ran: Sequence[_Case], edit: InputEdit) -> set[str] | None:
     wrong = set[str]()
     for case in ran:
         of_case = case.wrong(edit)
@@ -154,5 +154,5 @@ def _wrong_in_all(ran: Sequence[_Case], edit: InputEdit) -> set[str] | None:
     return wrong
 
 
-def _ran(scheme: Declared, case: CaseSpec) -> _Case:
+def _run_case(scheme: Declared, case: CaseSpec) -> _Case:
     return _Case(scheme, case, run(Program.of(scheme), case, case.engine).results)

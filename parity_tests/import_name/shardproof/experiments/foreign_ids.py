@@ -1,7 +1,7 @@
-"""Ids of another rank that read a rank's own rows: an embedding over the vocabulary whose mask is missing or wrong.
+"""Find an embedding over the vocabulary without its mask: ids of other ranks then read this rank's own rows.
 
 The numbers show no pattern, since each wrong row is added to a right one. So a failing case runs again with zeros in
-all shards of the table but one: the reference is 0 for ids of the others, and the function is not.
+all shards of the table but one. For ids of the other shards the reference is 0, but the wrong function is not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Notes = Mapping[str, tuple[Note, ...]]
 
 
 def name_foreign_ids(scheme: Declared, report: Report, failing: Sequence[Report], notes: Notes) -> dict[str, tuple]:
-    """The notes; on an output without a pattern, that ids of other ranks read own rows. Cost: a run for each shard."""
+    """The notes, with a first note on each output whose foreign ids read own rows. Cost: a run for each shard."""
     by_label = dict(notes)
     wrong = [tensor.label for tensor in report.tensors if tensor.role == "output" and not tensor.ok]
     unnamed = [label for label in wrong if any(map(_says_nothing, by_label.get(label, ())[:1]))]

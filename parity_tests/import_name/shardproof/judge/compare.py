@@ -122,7 +122,7 @@ def compared(
     reference: Reference,
     undefined: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Iterator[TensorComparison]:
-    """The comparisons of `compare`, each made when it is asked for: who looks for a wrong one may stop there."""
+    """The comparisons of `compare`, made one by one, so that a search for a wrong tensor can stop early."""
     for arg in scheme.outputs:
         shards = [result.outputs[arg.name] for result in results]
         stitched = stitch(arg, shards, case, scheme.layouts, "output")

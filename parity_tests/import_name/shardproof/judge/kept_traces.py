@@ -1,7 +1,7 @@
-"""The traced programs of references, kept as long as the functions are the ones that were traced.
+"""The traced programs of references, kept until a reference changes.
 
-A notebook's cell, or a reload of a file, changes a function, or a number that it reads, under a reference that stays
-the same object. A program traced before would judge by the old one.
+A notebook's cell, or a reload of a file, can change a function or a number that the reference reads, though the
+reference stays the same object. A program traced before that would still compute with the old one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _states: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 REPEATED: WeakSet[Any] = WeakSet()  # references that gave the same numbers when they were traced again
 
 
-def of_reference(reference: Callable[..., Any]) -> Programs:
-    """Its programs; schemes with the same reference share them."""
+def programs_of(reference: Callable[..., Any]) -> Programs:
+    """The programs of a reference; schemes with the same reference share them."""
     return _programs.setdefault(reference, {})
 
 
@@ -46,14 +46,14 @@ def forget_if_changed(reference: Callable[..., Any]) -> None:
         if state is not None and before is not None:
             import jax
 
-            jax.clear_caches()  # JAX keeps the traces of functions that the reference calls by their identity too
+            jax.clear_caches()  # JAX, too, finds traces of the functions that the reference calls by their identity
     _states[reference] = state
 
 
 def make_room() -> None:
     """Drop all programs once there are MAX_PROGRAMS, and JAX's caches of their traces.
 
-    A compiled one takes some 80 memory maps and 10 MB. Linux allows a process 65,530 maps; XLA crashes with a
+    A compiled program takes some 80 memory maps and 10 MB. Linux allows a process 65,530 maps; XLA crashes with a
     segmentation fault if it gets no more.
     """
     if sum(map(len, _programs.values())) >= MAX_PROGRAMS:

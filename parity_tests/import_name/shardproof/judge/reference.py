@@ -198,7 +198,7 @@ def _call(
     keywords = {**options, "mesh": mesh} if mesh else options
     unused = tuple(case.conditions.get("unused", ()))
     signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items()), unused
-    programs = kept_traces.of_reference(scheme.reference)
+    programs = kept_traces.programs_of(scheme.reference)
     tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
     storage = storage_of(case.dtype) if scheme.sums else None
@@ -223,7 +223,7 @@ def _call(
             raised_at = at_users_line(error)
             message = f"raised {type(error).__name__}{raised_at}: {_first_line(error)}"
             raise _failure(scheme, message + _remedy(error, case), is_placed=bool(raised_at)) from error
-        kept_traces.of_reference(scheme.reference)[signature] = program, structure
+        kept_traces.programs_of(scheme.reference)[signature] = program, structure
         CLOCK.seconds += time.perf_counter() - start
         CLOCK.count += 1
     return tuple(jax.tree.unflatten(structure, leaves) for leaves in results)

@@ -109,7 +109,7 @@ class Outcome:
             self.reject(name, sentence, other.statuses.get(name, USAGE))
 
     def reject(self, key: str, sentence: str, status: int = USAGE) -> None:
-        """A scheme that has no verdict."""
+        """Record a scheme that has no verdict, and the reason."""
         self.not_judged[key] = sentence
         if status != USAGE:
             self.statuses[key] = status
@@ -121,7 +121,7 @@ class Outcome:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Each scheme's name; `file.py::name`, which is a target of `verify`, where another file has one so called."""
+        """Each scheme's name, or `file.py::name`, a target of `verify`, if another file has a scheme of that name."""
         keys = [*self.places, *(report.scheme for report in self.reports)]
         keys += [*self.not_run, *self.not_offered, *self.not_judged]
         names = {key: self.places[key].name if key in self.places else key.rpartition(":")[2] for key in keys}
@@ -211,7 +211,7 @@ def without_report(outcome: Outcome) -> list[str]:
 
 
 def _not_offered(reasons: Mapping[str, str]) -> list[str]:
-    """Lines on schemes that were not offered: each with its reason, or if they are many their names and one reason."""
+    """Lines on schemes that were not offered: each with its reason, or for many schemes the names and one reason."""
     if len(reasons) > MAX_REASONS:
         first = f"{reasons[next(iter(reasons))]}; 'shardproof list' names what each scheme verifies"
         return [f"not offered: {', '.join(reasons)}", f"  the first: {first}"]

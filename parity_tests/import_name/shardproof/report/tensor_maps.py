@@ -1,7 +1,8 @@
-"""Each tensor twice, side by side or on a narrow page below each other: the error of each element, and its rank.
+"""Two maps of each tensor: the error and the rank of each element. On a narrow page one is below the other.
 
-Wrong tensors come first. For a large tensor each cell shows several elements: the worst error and the owner of the
-first. Of many examples a tensor's worst one is shown, with its case if it is not the report's.
+Wrong tensors come first. A cell of a large tensor stands for several elements: it has their worst error, and the rank
+of the first. A report of many examples shows the worst example of each tensor, and names its case if that is not the
+report's own.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def _run(
         leaves = {name: p for name, p in module.named_parameters() if p.requires_grad}
         gradients = of_torch(_gradients, out, list(leaves.values()), cotangent)
     reached = zip(leaves.items(), gradients, strict=True)
-    of_weights = {n: _array(torch.zeros_like(p) if g is None else g) for (n, p), g in reached}
-    return _array(cotangent), seen, of_weights
+    weight_gradients = {n: _array(torch.zeros_like(p) if g is None else g) for (n, p), g in reached}
+    return _array(cotangent), seen, weight_gradients
 
 
 def _gradients(out: torch.Tensor, leaves: list[nn.Parameter], cotangent: torch.Tensor) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ class TraceReport:
     flax_only: Sequence[str] = ()
     sides: tuple[str, str] = ("PyTorch", "flax")  # the two sides of torch_only and flax_only
     sums: Sequence[str] = ()
-    inner: Sequence[str] = ()  # tensors that fit nowhere, or with a difference that does not leave the module
+    inner: Sequence[str] = ()  # tensors that match none of the other side, or whose difference stays inside
 
     @property
     def status(self) -> int:

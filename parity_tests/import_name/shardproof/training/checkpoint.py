@@ -1,9 +1,9 @@
 """Checkpoints of a run: weights and the optimizer's state, in torch's distributed format, for a restart on any mesh.
 
 A checkpoint is a folder `step_N`. It is complete if it has the file `done`, which names the run's settings. It is
-written beside, as `step_N.part`, and renamed, so that a killed run leaves the checkpoint that it was to replace. A
-complete checkpoint is loaded only if every file matches its checksum (`digests`). A lock on the file `lock` lets one
-run at a time write to the folder. A new run replaces the checkpoints of another run only if asked to.
+first written as `step_N.part` and then renamed, so that a killed run leaves the old checkpoint in place. A complete
+checkpoint is loaded only if every file matches its checksum (`digests`). A lock on the file `lock` lets one run at a
+time write to the folder. A new run replaces the checkpoints of another run only if asked to.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def check_unused(run: Run) -> None:
     steps = finished(run)
     if steps and not (run.resume or run.overwrite):
         raise ValueError(
-            f"--checkpoint {run.checkpoint}: has {counted(len(steps), 'checkpoint')} of an earlier run, of step "
-            f"{steps[-1]} at last; go on from it by --resume, replace them by --overwrite, or give another folder"
+            f"--checkpoint {run.checkpoint}: has {counted(len(steps), 'checkpoint')} of an earlier run, the last of "
+            f"step {steps[-1]}; go on from it by --resume, replace them by --overwrite, or give another folder"
         )
 
 
@@ -73,7 +73,7 @@ def finished(run: Run) -> list[int]:
 
 def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers, step: int) -> None:
     """Save the state after `step` steps. `parameters` has this rank's parameters under all of their names."""
-    folder = _of_step(run, step)
+    folder = _step_path(run, step)
     beside, replaced = (folder.with_name(f"{folder.name}.{state}") for state in ("part", "replaced"))
     if dist.get_rank() == 0:
         for left in (beside, replaced):  # by a run that was killed
@@ -91,7 +91,7 @@ def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimi
 def remove(run: Run, steps: Sequence[int]) -> None:
     """Remove checkpoints of an earlier run."""
     for step in steps:
-        shutil.rmtree(_of_step(run, step))
+        shutil.rmtree(_step_path(run, step))
 
 
 def load(run: Run, step: int, parameters: Mapping[str, nn.Parameter], optimizer: RankOptimizers) -> None:
@@ -100,7 +100,7 @@ def load(run: Run, step: int, parameters: Mapping[str, nn.Parameter], optimizer:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # allocates the optimizer's state; loading overwrites it and the parameters
     optimizer.zero_grad()
-    dcp.load(_state(parameters, optimizer), checkpoint_id=str(_of_step(run, step)))
+    dcp.load(_state(parameters, optimizer), checkpoint_id=str(_step_path(run, step)))
 
 
 def newest(run: Run) -> int:
@@ -114,14 +114,14 @@ def newest(run: Run) -> int:
     if step == 0:
         raise ValueError(f"--resume: {run.checkpoint} has no complete checkpoint of {run.steps} steps or fewer")
     try:
-        theirs = json.loads(digests.verified_content(_of_step(run, step)))
+        theirs = json.loads(digests.verified_content(_step_path(run, step)))
     except digests.Damage as damage:
         then = f"go on from step {older[-1]}" if older[-1] else "begin anew without --resume"
-        raise ValueError(f"--resume: {damage}; {damage.remedy}, or remove {_of_step(run, step)} to {then}") from None
+        raise ValueError(f"--resume: {damage}; {damage.remedy}, or remove {_step_path(run, step)} to {then}") from None
     if theirs["step"] != step:
-        name = _of_step(run, theirs["step"]).name
+        name = _step_path(run, theirs["step"]).name
         raise ValueError(
-            f"--resume: {_of_step(run, step)} is the checkpoint of step {theirs['step']}; give it the name {name}"
+            f"--resume: {_step_path(run, step)} is the checkpoint of step {theirs['step']}; give it the name {name}"
         )
     for name, value in json.loads(json.dumps(_numbers(run))).items():
         if theirs.get(name) != value:
@@ -134,7 +134,7 @@ def _numbers(run: Run) -> dict[str, Any]:
     return {name: value for name, value in asdict(run.numbers).items() if name not in ("steps", "every")}
 
 
-def _of_step(run: Run, step: int) -> Path:
+def _step_path(run: Run, step: int) -> Path:
     return _folder(run) / f"step_{step:06d}"
 
 

@@ -17,7 +17,7 @@ from torch_impl.optimizers import Muon, parameter_kinds
 
 @dataclass(frozen=True)
 class RankOptimizers:
-    """Several optimizers, each for other parameters, used as one."""
+    """Several optimizers used as one; each has parameters of its own."""
 
     parts: Sequence[torch.optim.Optimizer]
 
@@ -45,6 +45,6 @@ def rank_optimizers(run: Run, model: Parts) -> RankOptimizers:
     other_parameters = [p for p in model.parameters() if id(p) not in stepped_by_muon]
     adamw = torch.optim.AdamW(other_parameters, betas=(0.9, 0.999), eps=1e-8, **settings)
     # Each expert in a fused stack has two matrices, gate above up.
-    of_halves = [{"params": [p], "rows": (p.shape[-2] // 2,) * 2} for name, p in matrices.items() if has_halves(name)]
-    groups = [{"params": [p for name, p in matrices.items() if not has_halves(name)]}, *of_halves]
+    stacks = [{"params": [p], "rows": (p.shape[-2] // 2,) * 2} for name, p in matrices.items() if has_halves(name)]
+    groups = [{"params": [p for name, p in matrices.items() if not has_halves(name)]}, *stacks]
     return RankOptimizers([adamw, Muon(groups, **settings)] if matrices else [adamw])

@@ -21,11 +21,11 @@ def reference_optimizer(run: Run) -> tuple[Callable[..., Any], Callable[..., Any
 
     optimizer = adamw(run.learning_rate, run.weight_decay)
 
-    def is_of_muon(name: str, shape: tuple[int, ...]) -> bool:
+    def uses_muon(name: str, shape: tuple[int, ...]) -> bool:
         return run.optimizer == "muon" and name not in OF_ADAMW and len(shape) > 1 and min(shape[-2:]) > 1
 
     def initial(weights: Any) -> Any:
-        buffers = {name: jnp.zeros_like(x) for name, x in weights.items() if is_of_muon(name, x.shape)}
+        buffers = {name: jnp.zeros_like(x) for name, x in weights.items() if uses_muon(name, x.shape)}
         return optimizer.init({name: x for name, x in weights.items() if name not in buffers}), buffers
 
     def step(gradients: Any, state: Any, weights: Any) -> tuple[Any, Any]:

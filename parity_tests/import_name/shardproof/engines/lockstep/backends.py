@@ -23,7 +23,7 @@ from shardproof.engines.lockstep import world
 MISSING_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 UNEVEN = "its list has tensors of unlike sizes, which gloo rejects and NCCL carries out; pad them to one size for gloo"
 FLOAT8 = "gloo has no reduction of float8, and NCCL has it on the newest GPUs alone; reduce in another dtype"
-OF_GLOO = (UNEVEN, FLOAT8)  # no finding of a scheme that is not declared for gloo
+OF_GLOO = (UNEVEN, FLOAT8)  # not reported for a scheme that is not declared for gloo
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 REWRITTEN = ("all_reduce", "broadcast", "scatter", "reduce_scatter")  # gloo may return wrong numbers for these
 

@@ -53,7 +53,7 @@ class CommunicationCall:
     def write(self) -> None:
         """Put the results into the outputs: one each, or several joined in one.
 
-        Of a reduce, the tensors of all ranks but the root hold poison: torch leaves them undefined.
+        After a reduce, the tensors of all ranks but the root hold poison, since torch leaves them undefined.
         """
         if self.row.op == "reduce" and not self.outputs:
             for source in self.sources:

@@ -62,10 +62,10 @@ def line(written: str) -> str | None:
 
 
 def line_of_running(written: str) -> str | None:
-    """`line`, from the stacks of all threads: of a rank (on lockstep, that with the turn), else of the main one.
+    """`line` of a rank's thread (on lockstep, of the rank whose turn it is), else of the main thread, from all stacks.
 
-    The fault handler writes the main thread last, except that the current thread comes first. A rank without the turn
-    waits in the scheduler.
+    The fault handler writes the current thread first and the main thread last. On lockstep, a rank that waits for its
+    turn is in the scheduler.
     """
     stacks = [stack for stack in _STACK.split(written) if _FRAME.search(stack)]
     ranks = [stack for stack in stacks if _RANK.search(stack) and not _WAITS.match(stack.lstrip())]

@@ -1,6 +1,6 @@
-"""How long a process and all that it has started have waited without computing, as for a lock that nobody frees.
+"""How long a process and all that it has started have waited without computing, say for a lock that nobody frees.
 
-And for how long they could compute: on a machine with more work than processors, a process that is ready has to wait.
+Also how long they could compute: on a machine with more work than processors, a process that is ready has to wait.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-LOOK_S = 2.0  # between two looks at the processes
-BUSY = 0.03  # of a processor; a thread that polls uses less, as one of torch's that waits for other ranks
+LOOK_S = 2.0  # the time between two looks at the processes
+BUSY = 0.03  # the share of a processor; a thread that polls uses less, as in torch while it waits for other ranks
 TICKS = os.sysconf("SC_CLK_TCK")
 STATE, USED = 0, slice(11, 15)  # fields after the name; the time used includes ended children
 LEAST = 0.1  # share of the elapsed time that always counts, so processes that compute for ever end too
@@ -32,10 +32,10 @@ class Idleness:
         elapsed = now - self._looked
         if elapsed < LOOK_S:
             return self._seconds
-        fields = [of_process for pid in _tree(self._pid) if (of_process := _fields(pid))]
+        fields = [each for pid in _tree(self._pid) if (each := _fields(pid))]
         used = sum(int(number) for each in fields for number in each[USED]) / TICKS
         is_ready = any(each[STATE] not in WAITING for each in fields)
-        # A thread that polls is ready at one look in twenty; one that gets no processor is at each.
+        # A thread that polls is ready at one look in twenty; a thread that gets no processor is ready at each look.
         is_idle = not (is_ready and self._was_ready) and abs(used - self._used) < BUSY * elapsed
         # A look that comes late was itself delayed, and so were the processes.
         self._seconds = self._seconds + min(elapsed, 2 * LOOK_S) if fields and is_idle else 0.0
@@ -44,14 +44,14 @@ class Idleness:
 
 
 class Ready:
-    """For how long a process could compute, or had nothing to: the time for which it had no processor is left out."""
+    """How long a process has run or slept: time in which it was ready but got no processor does not count."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._looked, self._seconds = pid, time.monotonic(), 0.0
         self._delays = self._delays_now()
 
     def look(self, most_s: float) -> float:
-        """The seconds so far; since the last look at most so many, because a late look was itself delayed."""
+        """The seconds so far. A look adds at most `most_s`, because a late look was itself delayed."""
         now, delays = time.monotonic(), self._delays_now()
         elapsed = min(now - self._looked, most_s)
         delayed = max((delay - self._delays.get(thread, delay) for thread, delay in delays.items()), default=0.0)
@@ -60,7 +60,7 @@ class Ready:
         return self._seconds
 
     def _delays_now(self) -> dict[Path, float]:
-        """For each thread, the seconds for which it was ready and had no processor; none where nobody tells."""
+        """For each thread, the seconds for which it was ready and had no processor; empty if Linux does not tell."""
         delays: dict[Path, float] = {}
         for pid in _tree(self._pid):
             for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):

@@ -105,7 +105,7 @@ def _leave(sentence: str, failure: RankFailure | None = None) -> NoReturn:
                 failure.case = _case
             tell(sentence, failure)
         except Exception as error:  # the end of a process, at any of its lines
-            sys.stderr.write(f"shardproof: what is judged could not be printed: {message_of(error)}\n")
+            sys.stderr.write(f"shardproof: the verdicts so far could not be printed: {message_of(error)}\n")
     if sentence:
         sys.stderr.write(f"shardproof: {sentence}\n")
         sys.stderr.flush()

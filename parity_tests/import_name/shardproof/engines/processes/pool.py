@@ -74,7 +74,7 @@ def setup_key_of(fn: Callable[..., Any], case: CaseSpec) -> object:
 
 
 def _versions(fn: Any) -> dict[str, tuple[int, int]]:
-    """The versions of the files that ranks import for a function now: its own file, and the user's that it imports."""
+    """The current versions of the files that ranks import for a function: its own, and user files that it imports."""
     home = getattr(fn, "fn", fn).__module__
     files = {getattr(sys.modules[name], "__file__", None) for name in imported_by(home)}
     stats = {file: Path(file).stat() for file in files if file is not None and Path(file).is_file()}
@@ -187,7 +187,7 @@ class Pool:
         packages: frozenset[str],
         setup_key: object = None,
     ) -> RunResult:
-        """Run one job; `function` is pickled, with the file to import before it. Its ranks may need the packages."""
+        """Run one job. `function` is a pickle and the file to import before it; the ranks may need `packages`."""
         has_ended = self._tell_ended()
         # Ranks without state are forked anew if each would have to import a package that the server can import once.
         lacks_packages = setup_key is None and not packages <= self._packages

@@ -1,7 +1,7 @@
-"""What a rank leaves in a folder for a process that outlives it, or that it no longer answers.
+"""Files that a rank leaves in a folder for processes that outlive it, or that it no longer answers.
 
-With the status table they tell how a rank ended and where: the number of its process, its stack at a fatal signal, and
-the call by which it ended its process. A process that still runs writes its stacks at the signal STACKS.
+With the status table they show how and where a rank ended. They hold the number of its process, its stack at a fatal
+signal, and the call by which it ended its process. A process that still runs writes its stacks at the signal STACKS.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def folder_of_job(agent: int) -> str:
 
     It removes the folders of earlier jobs whose ranks all died at once, with no rank left to remove them.
     """
-    # A process has its number in one namespace of one host; others may share the folder of temporary files.
+    # Process numbers are valid in one namespace of one host; others may share the folder of temporary files.
     namespace = os.stat("/proc/self/ns/pid").st_ino if Path("/proc/self/ns/pid").exists() else 0
     ours = f"{PREFIX}{platform.node()}_{namespace}_"
     for old in Path(tempfile.gettempdir()).glob(f"{glob.escape(ours)}*"):
@@ -73,7 +73,7 @@ class Traces:
     # The rank's side.
 
     def begin(self) -> IO[str]:
-        """Once per process, which is the rank's: the file of its stacks."""
+        """Call this once, in the rank's process. Returns the file of its stacks."""
         crash.record(self._crash)
         exits.install(self._noted.write_text, raises=False)
         self._process.write_text(str(os.getpid()))
@@ -84,7 +84,7 @@ class Traces:
         with contextlib.suppress(OSError):
             self._process.unlink()
 
-    # The side of the others.
+    # The readers' side.
 
     @property
     def pid(self) -> int | None:
@@ -104,7 +104,7 @@ class Traces:
         return self._state() == "T"
 
     def _state(self) -> str:
-        """As the system names it: Z if the process has ended; empty if it is there no more."""
+        """The system's letter for the state of the process: Z if it has ended; empty if the process is gone."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][:1]
         return ""
