@@ -1,7 +1,7 @@
-"""Ring attention over gloo processes beside one process's scaled_dot_product_attention: CPU time of all ranks together.
+"""CPU time of ring attention over gloo processes, all ranks together, beside torch's attention in one process.
 
-Run as `python -m parity_tests.evidence.benchmarks.attention RANK WORLD FOLDER` it is one rank; no JAX is loaded there.
-Rank 0 also has the full sequence, on which it runs torch's own in turn with the ring, while the others wait.
+`python -m parity_tests.evidence.benchmarks.attention RANK WORLD FOLDER` runs one rank, without JAX. Rank 0 also has the
+full sequence: in turn with the ring, it runs torch's attention on it while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROUNDS, WARM, PROMISED = 7, 1, 1.15
 
 
 def figures(rounds: int = ROUNDS) -> Iterator[Figure]:
-    """CPU time over torch's own, for each number of ranks, and where messages weigh more."""
+    """The ring's CPU time over torch's, by number of ranks, and for shorter sequences, where messages weigh more."""
     for shape, world in ((SHAPE, 2), (SHAPE, 4), (SMALLER, 4), (SMALLEST, 4)):
         yield figure_of(shape, world, rounds, is_promised=True)
 
@@ -108,13 +108,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _relative_error(ring: list[Tensor], tensors: list[Tensor]) -> float:
-    """The ring's largest error over the error of torch's own in the same dtype. Errors: as `error_ratio`."""
+    """The ring's largest error over torch's in the same dtype. Errors: as `error_ratio`."""
     exact = _differentiated(_sdpa, [x.double() for x in tensors])
     return error_ratio(ring, _differentiated(_sdpa, tensors), exact, "the ring")
 
 
 def _cpu_seconds(job: Callable[[], Any]) -> float:
-    """CPU time of this process, the threads of the messages included."""
+    """CPU time of this process, including the threads that send messages."""
     start = time.process_time()
     job()
     return time.process_time() - start

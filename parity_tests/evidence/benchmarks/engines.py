@@ -59,7 +59,7 @@ def _repeat(engine: str, world: int, count: int) -> None:
 
 
 def hot_start() -> Figure:
-    """A pool of eight ranks from a server that is up: fork, connect, first example."""
+    """The start of eight ranks once their server runs: fork, connect, first example."""
     cold, hot = [], []
     for _ in range(STARTS):
         pool.close()

@@ -114,7 +114,7 @@ def _promises(sections: Sequence[Section]) -> str:
         if (promised := [figure for figure in section.figures if figure.is_met is not None or figure.is_open])
     ]
     columns = ("part", "against", "kept", "missed", "too little tried")
-    return joined(PROMISES, OF_PROMISES, markdown_table(columns, rows)) if rows else ""
+    return joined(PROMISES, DASH, markdown_table(columns, rows)) if rows else ""
 
 
 def _in_words(section: Section) -> Iterator[str]:

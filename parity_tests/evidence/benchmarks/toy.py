@@ -28,24 +28,24 @@ def toy(mesh: Any, case: CaseSpec) -> float:
     return float(gradient.sum())
 
 
-def raising(mesh: Any, case: CaseSpec) -> None:
+def raise_on_one_rank(mesh: Any, case: CaseSpec) -> None:
     if mesh.rank("tp") == 1:
         raise RuntimeError("injected")
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
-def of_other_shapes(mesh: Any, case: CaseSpec) -> None:
+def pass_another_shape(mesh: Any, case: CaseSpec) -> None:
     dist.all_reduce(torch.ones(2 + (mesh.rank("tp") == 1)), group=mesh["tp"])
 
 
-def of_other_operations(mesh: Any, case: CaseSpec) -> None:
+def call_another_operation(mesh: Any, case: CaseSpec) -> None:
     if mesh.rank("tp") == 1:
         dist.broadcast(torch.ones(3), group=mesh["tp"], group_src=0)
     else:
         dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 
-def leaving_one_out(mesh: Any, case: CaseSpec) -> None:
+def skip_a_collective(mesh: Any, case: CaseSpec) -> None:
     if mesh.rank("tp") != 1:
         dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
@@ -57,10 +57,10 @@ def killed(mesh: Any, case: CaseSpec) -> None:
 
 
 FAILING = {
-    "raises": raising,
-    "other shape": of_other_shapes,
-    "other operation": of_other_operations,
-    "collective left out": leaving_one_out,
+    "raises": raise_on_one_rank,
+    "other shape": pass_another_shape,
+    "other operation": call_another_operation,
+    "collective left out": skip_a_collective,
     "killed": killed,
 }
 

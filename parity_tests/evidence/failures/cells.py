@@ -1,7 +1,7 @@
 """The cells of the matrix: a kind of failure on an engine, in a process that may die of it.
 
-`python -m parity_tests.evidence.failures.cells ENGINE RANKS OUTPUT KIND ...` appends two lines of JSON for each kind,
-when it begins and its cell. A kind that ends the process has the first alone.
+`python -m parity_tests.evidence.failures.cells ENGINE RANKS OUTPUT KIND ...` appends two lines of JSON for each kind:
+one when the kind begins, and its cell. A kind that ends the process has only the first line.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def bodies() -> dict[str, Callable[..., Any] | None]:
 def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
     """The cell of each kind. Where a kind ends the process, another one runs the next kinds."""
     rest = sorted((name for name in names if name not in COMMANDS), key=lambda name: name in HANGING)
-    by_kind = {name: _of_command(engine, world, name) for name in names if name in COMMANDS}
+    by_kind = {name: _command_cell(engine, world, name) for name in names if name in COMMANDS}
     while rest:
         with tempfile.TemporaryDirectory() as folder:
             output, errors = Path(folder) / "cells", Path(folder) / "errors"
@@ -153,8 +153,8 @@ def cells(engine: str, world: int, names: Sequence[str]) -> list[Cell]:
     return [by_kind[name] for name in names]
 
 
-def _of_command(engine: str, world: int, name: str) -> Cell:
-    """The cell of a kind that is a command. Its seconds, from the import of its file, are of the whole command."""
+def _command_cell(engine: str, world: int, name: str) -> Cell:
+    """The cell of a kind that is a command. Its seconds count from the import of the file to the end of the command."""
     kind = COMMANDS[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -177,7 +177,7 @@ def _of_command(engine: str, world: int, name: str) -> Cell:
 
 
 def _status(command: Sequence[str], errors: Path, stdout: int = subprocess.DEVNULL, **how: Any) -> int | None:
-    """How a process ended whose errors go to a file; None if it was ended because it took too long."""
+    """Run a command with its errors in a file. Returns its exit status, or None if it was ended for taking too long."""
     kept = orphans.kept(command)
     with errors.open("w") as stderr, subprocess.Popen(kept, stdout=stdout, stderr=stderr, **how) as process:
         try:
@@ -227,7 +227,7 @@ def _answer(engine: str, world: int, name: str) -> Cell:
 
 
 def _verdict(engine: str, world: int, name: str) -> tuple[str, str]:
-    """Of a scheme that is wrong: the first thing that its report names, or why there is none."""
+    """The verdict on a wrong scheme, and the first thing that the report names, or why there is no report."""
     from parity_tests.evidence.failures import outside, returned
     from shardproof.draw.choosers import seeded_chooser
     from shardproof.draw.drawing import draw_case

@@ -1,4 +1,4 @@
-"""A file of the catalogue is read as it stands, and an error names its line."""
+"""Reading a file of the catalogue: every field, and the line that an error names."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from parity_tests.evidence.injected_bugs.catalogue_file import read
 from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug
 
-TWO = """## A comment
+TWO_BUGS = """## A comment
 ##
 
 # doubled [scale] value: off by the factor 2
@@ -30,17 +30,17 @@ survives: rare: one draw of 100
 
 
 @pytest.fixture
-def reading(tmp_path):
-    def read_text(text):
+def read_text(tmp_path):
+    def write_and_read(text):
         path = tmp_path / "layouts.diff"
         path.write_text(text)
         return read(path)
 
-    return read_text
+    return write_and_read
 
 
-def test_every_field_is_read(reading):
-    assert reading(TWO) == (
+def test_every_field_is_read(read_text):
+    assert read_text(TWO_BUGS) == (
         InjectedBug(
             name="doubled",
             kind="scale",
@@ -80,7 +80,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_an_error_names_file_and_line(reading, text):
+def test_an_error_names_file_and_line(read_text, text):
     line, message = WRONG[text]
     with pytest.raises(ValueError, match=rf"layouts\.diff:{line}: .*{re.escape(message)}"):
-        reading(text)
+        read_text(text)

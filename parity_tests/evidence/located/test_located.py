@@ -1,4 +1,4 @@
-"""Which bugs a traced step can see, the fields kept of an answer, and the page."""
+"""Which bugs a traced step can find, how answers are kept, and the page."""
 
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +25,7 @@ def ran():
 @pytest.mark.slow
 def test_a_bug_is_reached_where_its_function_runs(ran):
     assert reached.is_reached(BY_NAME["gate and up exchanged"], ran)
-    assert reached.is_reached(BY_NAME["the gradient of a rank's own keys dropped"], ran)  # of a backward
+    assert reached.is_reached(BY_NAME["the gradient of a rank's own keys dropped"], ran)  # it runs in a backward
     assert not reached.is_reached(BY_NAME["states that run on through documents"], ran)  # no Mamba layer
     assert not reached.is_reached(BY_NAME["gathered keys' gradients not summed"], ran)  # the ring gathers none
 
@@ -80,11 +80,11 @@ def test_the_table():
         ([], False),
     ],
 )
-def test_no_answer_is_not_cached(words, meets_promise):
+def test_the_promise_counts_bugs_that_change_something(words, meets_promise):
     assert located.meets_promise([outcome("gate and up exchanged", word) for word in words]) is meets_promise
 
 
-def test_an_answer_is_of_one_bug_in_one_dtype():
+def test_each_bug_in_each_dtype_has_a_key_of_its_own():
     bugs, dtypes = (SOME[0].bug, SOME[1].bug), ("float64", "float32")
     assert len({located.key(bug, dtype) for bug in bugs for dtype in dtypes}) == 4
     assert located.key(bugs[0], dtypes[0]) == located.key(bugs[0], dtypes[0])
@@ -115,7 +115,7 @@ SAMPLE = (
 
 @pytest.mark.slow
 def test_the_command(monkeypatch, tmp_path):
-    """A sample is found in the right modules, written, and answered from the file the second time."""
+    """A sample is located in the right modules and written; the second time, the answers come from the file."""
     monkeypatch.setattr(located, "SMALL", SMALL)
     monkeypatch.setattr(located, "HOW", (({"cp": 2, "tp": 2}, {}),))
     app = located.typer.Typer()

@@ -1,7 +1,7 @@
 """Judge mutants by the drawn cases that run the changed line, the nearest schemes first.
 
-As `python -m parity_tests.evidence.mutants.drawn BATCH` it is a process of its own for a batch: a mutant may leave a
-process unusable. It writes a line of JSON for each, and ends after one whose ranks never came back.
+`python -m parity_tests.evidence.mutants.drawn BATCH` judges a batch in a process of its own, because a mutant may leave
+a process unusable. It writes a line of JSON for each mutant, and ends after a mutant whose ranks never came back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardproof.declare import discover
 from shardproof.engines.speed_advice import without_advice
 from shardproof.judge import bridge
 
-AT_IMPORT = "import"  # of the changed file, or of a scheme's under it
+AT_IMPORT = "import"  # an import fails: of the changed file, or of a scheme's file with the change
 
 
 class DrawnCases:
@@ -86,7 +86,7 @@ def _record(
 
 @without_advice()
 def main(batch: str) -> None:
-    """Judge a batch, a JSON file of `examples`, `cache` and pairs of a mutant and its cases by scheme."""
+    """Judge a batch: a JSON file with `examples`, `cache`, and `mutants`, pairs of a mutant and its cases by scheme."""
     record = json.loads(Path(batch).read_text())
     bridge.start(record["cache"])
     cases = DrawnCases(record["examples"])

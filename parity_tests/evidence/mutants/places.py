@@ -1,4 +1,4 @@
-"""Every mutant of production that may change a caller's result. Exceptions stand in RULES, for the page too."""
+"""Every mutant of production that may change a caller's result. RULES lists the exceptions; the page prints them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _PARSER = threading.Lock()  # Python 3.11 counts the depth of a tree for all thr
 def candidates() -> list[Mutant]:
     """All mutants that the rules make, in order of file and place; some have the original's bytecode."""
     files = [path for path in sorted((ROOT / PRODUCTION).rglob("*.py")) if _is_mutated(path)]
-    return [mutant for file in files for mutant in _of_file(file)]
+    return [mutant for file in files for mutant in _file_mutants(file)]
 
 
 def sampled(count: int, seed: int, component: str = "") -> list[Mutant]:
-    """So many mutants that change the bytecode, from each component in proportion to its own, at least one.
+    """About `count` mutants that change the bytecode; each component has its share of them, at least one.
 
-    The order is drawn too, so that a larger sample of the same seed begins with the smaller one of each component. A
-    mutant's place in it follows from its line and function: a change of other lines leaves the sample as it was.
+    The order is drawn too, so that in each component a larger sample of the same seed begins with the smaller one. A
+    mutant's place in the order follows from its line and function: a change of other lines leaves the sample as it was.
     """
     by_component = dict[str, list[Mutant]]()
     for mutant in candidates():
@@ -55,12 +55,12 @@ def sampled(count: int, seed: int, component: str = "") -> list[Mutant]:
     for name, each in sorted(by_component.items()):
         if component in ("", name):
             share = count if component else max(1, round(count * len(each) / total))
-            chosen += itertools.islice(filter(changes_bytecode, _in_drawn_order(each, seed)), share)
+            chosen += itertools.islice(filter(changes_bytecode, _shuffle(each, seed)), share)
     return chosen
 
 
-def _in_drawn_order(mutants: Iterable[Mutant], seed: int) -> list[Mutant]:
-    """By a hash of each; of equal changes of equal lines in a function, their number tells them apart."""
+def _shuffle(mutants: Iterable[Mutant], seed: int) -> list[Mutant]:
+    """Sort mutants by a hash; a number tells equal changes of equal lines in one function apart."""
     before = Counter[str]()
 
     def drawn(mutant: Mutant) -> bytes:
@@ -77,7 +77,7 @@ def changes_bytecode(mutant: Mutant) -> bool:
 
 
 def lines_of_users(mutant: Mutant) -> frozenset[int]:
-    """The lines that use a value computed at import: for a default the function's, else the file's; else no lines."""
+    """The lines that may use a value computed at import: a default's function, or the file. None for code in a body."""
     body = lines_of_function(mutant)
     if not body:
         return frozenset(range(1, 1 + len((ROOT / mutant.file).read_text().splitlines())))
@@ -85,7 +85,7 @@ def lines_of_users(mutant: Mutant) -> frozenset[int]:
 
 
 def lines_of_function(mutant: Mutant) -> frozenset[int]:
-    """The lines in the body of the innermost function around it, its docstring's too; empty where there is none."""
+    """The lines in the body of the innermost function around a mutant, with its docstring; empty without one."""
     innermost = _innermost(mutant, ast.FunctionDef)
     if not isinstance(innermost, ast.FunctionDef):
         return frozenset()
@@ -93,14 +93,14 @@ def lines_of_function(mutant: Mutant) -> frozenset[int]:
 
 
 def lines_of_statement(mutant: Mutant) -> frozenset[int]:
-    """The lines of the innermost statement around it, without the statement's body if it has one."""
+    """The lines of the innermost statement around a mutant, without the statement's body if it has one."""
     innermost = _innermost(mutant, ast.stmt)
     last = innermost.body[0].lineno - 1 if hasattr(innermost, "body") else innermost.end_lineno
     return frozenset(range(innermost.lineno, max(last, innermost.lineno) + 1))
 
 
 def _innermost(mutant: Mutant, kind: type[ast.stmt]) -> Any:
-    """The node of the kind that begins last around it, or None."""
+    """The node of this kind around a mutant that begins last, or None."""
     with _PARSER:
         tree = ast.parse((ROOT / mutant.file).read_text())
     around = [node for node in ast.walk(tree) if isinstance(node, kind) and _spans(node, mutant)]
@@ -116,7 +116,7 @@ def _is_mutated(path: Path) -> bool:
     return not inside.endswith(LEFT_OUT_FILES) and inside.partition("/")[0] not in LEFT_OUT_COMPONENTS
 
 
-def _of_file(path: Path) -> Iterator[Mutant]:
+def _file_mutants(path: Path) -> Iterator[Mutant]:
     text = path.read_text()
     tree = ast.parse(text)
     offsets = [0]

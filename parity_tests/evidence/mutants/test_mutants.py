@@ -96,7 +96,7 @@ def __repr__(self):
     file = ROOT / "torch_impl" / "layouts" / "made_up.py"
     monkeypatch.setattr(Path, "read_text", lambda self: code)
     monkeypatch.setattr(places, "ROOT", ROOT)
-    changed = {mutant.old for mutant in places._of_file(file)}
+    changed = {mutant.old for mutant in places._file_mutants(file)}
     assert changed == {"1", "a < 0", "0"}
 
 

@@ -83,8 +83,8 @@ def outcome(scheme: Declared, file: Path, engine: str, examples: int) -> Outcome
 def known_mistake(scheme: Declared, engine: str, examples: int) -> Report:
     """The report of a known mistake: its first failing case, which lockstep also shrinks.
 
-    Notes and second opinions are for new mistakes. If no such case fails, `verify` draws its own, pairs of sizes and
-    meshes among them.
+    Notes and second opinions are for new mistakes. If no such case fails, `verify` draws others, which
+    cover pairs of sizes and meshes.
     """
     for seed in range(2 * examples):
         report = verify_or_undecided(scheme, one_case(scheme, seed=seed, engine=engine))

@@ -64,7 +64,7 @@ def distillation_of_a_step(mesh: Any, student: Any, teacher: Any, labels: Any, t
     return KDLoss(temperature=temperature, tp_group=mesh["tp"])(student, teacher, labels, num_batch_labels=8)
 
 
-# Cross entropy of the ranks' own rows: their terms of the sum
+# Cross entropy: each rank returns the term of its own rows
 ROWS = dict(
     mesh={"dp": (1, 2, 4)},
     inputs={"logits": "n/dp v", "labels": "n/dp"},
@@ -137,7 +137,7 @@ def gather_of_experts_beside_a_term(mesh: Any, x: torch.Tensor, bias: torch.Tens
 
 
 # Clipping
-def _clipped(gradient: Any) -> Any:
+def _clip_reference(gradient: Any) -> Any:
     return gradient * jnp.minimum(1.0, 1.0 / (jnp.sqrt((gradient**2).sum()) + 1e-6))
 
 
@@ -152,7 +152,7 @@ def _declare(dtype: str) -> None:
 
     clip.__name__ = f"clip_{dtype}_gradients"
     scheme(
-        reference=_clipped,
+        reference=_clip_reference,
         mesh={"dp": (1, 2, 4)},
         inputs={"gradient": "n/dp"},
         outputs="n/dp",

@@ -19,7 +19,7 @@ def _spec(mesh: Any, **more: Any) -> dict[str, Any]:
 
 
 TP = {"tp": (1, 2, 4)}
-# Functions that take the rank of a source or destination: in a group of some ranks alone these are a finding.
+# Functions that take the rank of a source or destination; a group of only some ranks of the world is a finding.
 IN_THE_WORLD = {"excluded_conditions": (*CONTIGUOUS["excluded_conditions"], "larger_world")}
 
 
@@ -148,7 +148,7 @@ def functional_reduce_scatter_of_columns(mesh: Any, x: torch.Tensor) -> torch.Te
     **_spec({"tp": (1, 2, 4)}),
 )
 def functional_reduce_scatter_of_a_mean(mesh: Any, x: torch.Tensor) -> torch.Tensor:
-    """The mean of terms, times their number."""
+    """A mean over ranks, times the number of ranks."""
     return funcol.reduce_scatter_tensor_autograd(x, "avg", 0, mesh["tp"]) * mesh.size("tp")
 
 
@@ -175,6 +175,6 @@ def functional_all_reduce(mesh: Any, x: torch.Tensor) -> torch.Tensor:
     reduction=("n", "c"),
 )
 def norm_over_ranks(mesh: Any, x: torch.Tensor) -> torch.Tensor:
-    """Statistics over all ranks through the differentiable sum, each rank's own rows after it."""
+    """Normalise each rank's rows by a mean square over all ranks, which a differentiable sum computes."""
     total = dist_nn.all_reduce((x**2).sum(), group=mesh["dp"])
     return x / (total / (x.numel() * dist.get_world_size(mesh["dp"]))).sqrt()

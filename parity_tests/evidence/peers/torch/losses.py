@@ -22,7 +22,7 @@ def _huber(difference: Any, beta: float) -> Any:
     return jnp.where(small, 0.5 * difference**2, beta * (jnp.abs(difference) - 0.5 * beta))
 
 
-# Of each loss the mathematics of one element, and whether the two inputs are probabilities.
+# For each loss: the mathematics of one element, and whether x and y are probabilities.
 LOSSES: dict[str, tuple[Pointwise, bool, bool]] = {
     "mse_loss": (lambda x, y: (x - y) ** 2, False, False),
     "smooth_l1_loss": (lambda x, y: _huber(x - y, 1.0), False, False),

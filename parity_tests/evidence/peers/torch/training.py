@@ -1,4 +1,4 @@
-"""A step of training: gradients that FSDP2 and DDP leave in .grad, over micro-batches, and their clipping."""
+"""A training step: the gradients that FSDP2 and DDP accumulate in .grad over micro-batches, and their clipping."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _whole(gradient: Any) -> torch.Tensor:
 
 
 def _accumulate(model: nn.Module, x: torch.Tensor, last_only: Callable[[bool], Any]) -> tuple[torch.Tensor, ...]:
-    """One backward for each micro-batch, the ranks' sum with the last one where `last_only` says so."""
+    """Run one backward per micro-batch inside `last_only(is_last)`, which may delay the ranks' sum to the last one."""
     parts = x.chunk(MICRO_BATCHES)
     for place, part in enumerate(parts):
         with last_only(place == len(parts) - 1):
@@ -139,15 +139,15 @@ def fsdp2_hybrid(mesh: Any, x: Any, up: Any, down: Any) -> Any:
 # Clipping: the gradients come from outside, as a backward left them.
 
 
-def clipped(a: Any, b: Any, most: float, kind: float) -> tuple[Any, ...]:
-    """Two gradients scaled so that the norm of both together is `most` where it is more, and that norm."""
+def clip_reference(a: Any, b: Any, most: float, kind: float) -> tuple[Any, ...]:
+    """Two gradients, scaled down if their joint norm exceeds `most`, and this norm before scaling."""
     every = jnp.abs(jnp.concatenate([a.reshape(-1), b.reshape(-1)]))
     norm = every.max() if kind == float("inf") else (every**kind).sum() ** (1 / kind)
     scale = jnp.minimum(most / (norm + 1e-6), 1.0)
     return a * scale, b * scale, norm
 
 
-def _of_gradient(gradient: DTensor | torch.Tensor) -> nn.Parameter:
+def _parameter_with(gradient: DTensor | torch.Tensor) -> nn.Parameter:
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
     return parameter
@@ -158,7 +158,7 @@ def _local(gradient: Any) -> torch.Tensor:
 
 
 CLIP = dict(
-    reference=clipped,
+    reference=clip_reference,
     options={"most": (0.5, 100.0), "kind": (2.0, 1.0, float("inf"))},
     nograd=("a", "b"),
     draw={"a": NORMAL, "b": NORMAL},
@@ -176,7 +176,7 @@ def _clip(parameters: list[nn.Parameter], most: float, kind: float) -> tuple[tor
 @scheme(inputs={"a": "n/dp c", "b": "m/dp c"}, outputs=("n/dp c", "m/dp c", "dp=I"), mesh={"dp": (1, 2, 4)}, **CLIP)
 def clip_of_sharded_gradients(mesh: Any, a: Any, b: Any, most: float, kind: float) -> Any:
     parts = (sharded(mesh, part.clone(), 0, mesh.total(dim)) for part, dim in ((a, "n"), (b, "m")))
-    return _clip([_of_gradient(part) for part in parts], most, kind)
+    return _clip([_parameter_with(part) for part in parts], most, kind)
 
 
 @scheme(
@@ -186,10 +186,10 @@ def clip_of_sharded_gradients(mesh: Any, a: Any, b: Any, most: float, kind: floa
     **CLIP,
 )
 def clip_over_two_meshes(mesh: Any, a: Any, b: Any, most: float, kind: float) -> Any:
-    """One parameter on the dp mesh and one on the tp mesh, each with total_norm computed for its own, as torch asks."""
+    """One parameter on the dp mesh and one on the tp mesh. As torch asks, a total_norm is computed for each mesh."""
     on = mesh.device_mesh
-    first = _of_gradient(DTensor.from_local(a.clone(), on["dp"], [Shard(0)], run_check=False))
-    second = _of_gradient(DTensor.from_local(b.clone(), on["tp"], [Shard(0)], run_check=False))
+    first = _parameter_with(DTensor.from_local(a.clone(), on["dp"], [Shard(0)], run_check=False))
+    second = _parameter_with(DTensor.from_local(b.clone(), on["tp"], [Shard(0)], run_check=False))
     norms = [nn.utils.get_total_norm([p.grad], norm_type=kind).full_tensor() for p in (first, second)]
     norm = torch.linalg.vector_norm(torch.stack(norms), kind)
     for parameter in (first, second):

@@ -1,4 +1,4 @@
-"""verl's Ulysses: exchanges of heads and sequence, slices of the sequence, and what gathers them."""
+"""verl's Ulysses: functions that exchange heads and sequence, that slice the sequence, and that gather the slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity_tests.evidence.peers.mathematics import identity
 from parity_tests.evidence.peers.strides import CONTIGUOUS
 from shardproof import scheme, values
 
-# Each rank of lockstep has the sequence-parallel group for itself.
+# verl keeps the sequence-parallel group in its module, so on lockstep each rank needs its globals for itself.
 SP = dict(mesh={"sp": (1, 2, 4)}, dtypes=("float32",), isolate=("verl.utils.ulysses",))
 Call = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -37,7 +37,7 @@ def without_group(call: Call) -> Call:
     return called
 
 
-# Of each function its call, and what goes in and comes out.
+# For each function its call, and the specs of its input and its output.
 FUNCTIONS: dict[str, tuple[Call, str, str]] = {
     "gather_seq_scatter_heads": (
         lambda mesh, x: ulysses.gather_seq_scatter_heads(x, 1, 2, group=mesh["sp"]),
@@ -107,7 +107,7 @@ FUNCTIONS: dict[str, tuple[Call, str, str]] = {
 
 
 def _declare(name: str) -> None:
-    call, entered, left = FUNCTIONS[name]
+    call, input_spec, output_spec = FUNCTIONS[name]
 
     def function(mesh: Any, x: torch.Tensor) -> torch.Tensor:
         return call(mesh, x)
@@ -115,9 +115,9 @@ def _declare(name: str) -> None:
     function.__name__ = name
     scheme(
         reference=identity,
-        inputs={"x": entered},
-        outputs=left,
-        dims={"s": (4, 8), "h": (4, 8)},  # a function that returns what it took needs a dim that the ranks can share
+        inputs={"x": input_spec},
+        outputs=output_spec,
+        dims={"s": (4, 8), "h": (4, 8)},  # 2 and 4 ranks divide these sizes, as the exchanges need
         draw={"x": values("normal")},
         **SP,
         **CONTIGUOUS,
