@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def files_of_schemes(root: Path) -> list[Path]:
-    """The files that declare schemes of a component, and the tests' files that these import, one through another."""
+    """The files that declare schemes of a component, and the files of tests that they import, directly or not."""
     tests = root / "parity_tests"
     components = [folder for folder in sorted(tests.iterdir()) if (root / "torch_impl" / folder.name).is_dir()]
     declaring = [file for folder in components for file in folder.glob("test_*.py") if "scheme(" in file.read_text()]
@@ -20,7 +20,7 @@ def files_of_schemes(root: Path) -> list[Path]:
 
 
 def _imported(file: Path, root: Path) -> set[Path]:
-    """Files of the tests that a file imports, or names in a string by their module."""
+    """The files of tests that a file imports, or whose modules it names in a string."""
     names = set[str]()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,4 +1,4 @@
-"""The page on other libraries: its tables are as printed, what they name exists, and a changed argument would show."""
+"""The page on other libraries: its tables are current, the named code exists, and a changed argument would show."""
 
 import importlib
 import inspect
@@ -74,7 +74,7 @@ def test_a_changed_argument_would_show(other_libraries):
     assert renamed == ["`a` is `x`"]
 
 
-def test_data_that_their_source_lacks_is_listed(other_libraries, tmp_path):
+def test_names_that_the_other_library_lacks_are_listed(other_libraries, tmp_path):
     *_, module = (module for module in other_libraries.modules() if not module.get("part"))
     path = tmp_path / (module["name"].replace(".", "/") + ".py")
     path.parent.mkdir(parents=True)

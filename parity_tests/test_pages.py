@@ -83,7 +83,7 @@ def test_every_page_is_in_a_table_of_contents():
 # Blocks: each is run by something
 
 
-def test_every_block_is_of_a_kind_that_something_holds():
+def test_every_block_has_a_kind_that_a_test_checks():
     kinds = {block.language.split(" ")[0] for block in BLOCKS}
     directives = {kind for kind in kinds if kind.startswith("{")} - {"{code-cell}"}
     assert kinds - directives - {"{code-cell}"} <= SHOWN | {"console", "sh", "python"}
@@ -103,8 +103,8 @@ def test_cells_are_executed_where_pages_are_built():
 # Commands: programs, verbs, options and files that exist
 
 
-def checked(words: list[str]) -> None:
-    """Read one command as its program would. Errors: whatever that program says of a wrong one."""
+def read_command(words: list[str]) -> None:
+    """Read one command as its program would. Errors: the program's own error for a wrong command."""
     program, *rest = words
     program = program.removeprefix(".venv/bin/")
     if program == "shardproof":
@@ -134,15 +134,15 @@ def checked(words: list[str]) -> None:
         assert rest[0] == "venv", f"uv {rest[0]}: an environment is made by uv venv"
         read_python(rest[2])
     elif program == "conda":
-        assert rest[0] in ("create", "activate"), f"conda {rest[0]}: the packages are those of pip"
+        assert rest[0] in ("create", "activate"), f"conda {rest[0]}: install packages by pip"
         for word in rest:
             read_python(word.removeprefix("python="))
     else:
-        assert program in ("export", "cd", "git", "."), f"{program!r}: say in checked() how such a command is read"
+        assert program in ("export", "cd", "git", "."), f"{program!r}: say in read_command() how to read such a command"
 
 
 def read_python(word: str) -> None:
-    """A version of Python, if it is one, lies within our bounds."""
+    """Check that a word that is a version of Python lies within our bounds."""
     if re.fullmatch(r"\d+\.\d+", word):
         with (ROOT / "pyproject.toml").open("rb") as file:
             bounds = SpecifierSet(tomllib.load(file)["project"]["requires-python"])
@@ -156,7 +156,7 @@ def read_verb(rest: list[str]) -> None:
 
 
 def read_module(words: list[str]) -> None:
-    """`MODULE arguments`: the module exists, and of the paths among the arguments each."""
+    """`MODULE arguments`: check that the module exists, and each path among the arguments."""
     module, *rest = words
     assert importlib.util.find_spec(module) is not None, f"there is no module {module}"
     files = [word for word in rest if "/" in word and not word.startswith("-")]
@@ -164,7 +164,7 @@ def read_module(words: list[str]) -> None:
 
 
 def read_install(words: list[str]) -> None:
-    """Extras of ours that are named exist."""
+    """Check that the named extras of this project exist."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
     named = {extra for word in words for extras in re.findall(r"\[(.*)\]", word) for extra in extras.split(",")}
@@ -172,11 +172,11 @@ def read_install(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
-def test_commands_are_such_as_their_programs_read(block):
+def test_programs_accept_the_commands_of_pages(block):
     lines = commands(block)
     assert lines
     for words in lines:
-        checked(words)
+        read_command(words)
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_commands_are_such_as_their_programs_read(block):
         ("python -m parity_tests.nothing", "no module parity_tests.nothing"),
         ("make everything", "no target 'everything'"),
         ("pip install 'shardproof[tse]'", "no extras"),
-        ("conda install shardproof", "packages are those of pip"),
+        ("conda install shardproof", "install packages by pip"),
         ("uv venv --python 3.14", "Python 3.14 is outside"),
-        ("brew install shardproof", "say in checked"),
+        ("brew install shardproof", "say in read_command"),
     ],
 )
 def test_a_wrong_command_is_seen(wrong, message):
     with pytest.raises(Exception, match=message):
-        checked(shlex.split(wrong))
+        read_command(shlex.split(wrong))
 
 
 def test_options_named_in_prose_exist():
@@ -224,21 +224,21 @@ def options_of(path: str) -> set[str]:
 # Python blocks: the set-up that each needs is put before it, and then it runs
 
 
-def of_a_step():
+def step_names():
     return {"data_ranks": 2, "summed_token_losses": 3.0, "N": 6}
 
 
-def of_a_draw():
+def draw_names():
     return {"scheme": scheme, "st": strategies}
 
 
-def of_an_optimizer():
+def optimizer_names():
     model = torch.nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
 
-def of_a_cost():
+def cost_names():
     return {"Cost": Cost}
 
 
@@ -248,14 +248,14 @@ PREPARED = {
     ("docs/reference/context-parallel.md", 0): dict,
     ("docs/reference/context-parallel.md", 1): dict,
     ("docs/reference/context-parallel.md", 2): dict,
-    ("docs/reference/optimizers.md", 0): of_an_optimizer,
-    ("docs/reference/optimizers.md", 1): of_an_optimizer,
-    ("docs/reference/optimizers.md", 2): of_an_optimizer,
-    ("docs/reference/parallelizer.md", 0): of_a_step,
-    ("docs/reference/scheme.md", 0): of_a_draw,
+    ("docs/reference/optimizers.md", 0): optimizer_names,
+    ("docs/reference/optimizers.md", 1): optimizer_names,
+    ("docs/reference/optimizers.md", 2): optimizer_names,
+    ("docs/reference/parallelizer.md", 0): step_names,
+    ("docs/reference/scheme.md", 0): draw_names,
     ("docs/reference/scheme.md", 1): dict,
-    ("docs/reference/scheme.md", 2): of_a_draw,
-    ("docs/reference/scheme.md", 3): of_a_cost,
+    ("docs/reference/scheme.md", 2): draw_names,
+    ("docs/reference/scheme.md", 3): cost_names,
 }
 
 

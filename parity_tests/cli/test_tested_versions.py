@@ -20,7 +20,7 @@ SENTENCES = [
 
 
 @pytest.fixture
-def older(monkeypatch):
+def older_release(monkeypatch):
     """A release that was tested with an older torch and an older jax, and with packages that are not newer here."""
     tested = {
         "torch": "2.10.0",
@@ -37,7 +37,7 @@ def test_tested_versions_match_the_constraints():
     assert {name: pinned[name] for name in TESTED} == TESTED
 
 
-def test_newer_ones_are_named(older):
+def test_newer_packages_are_named(older_release):
     assert tested_versions.newer() == SENTENCES
 
 
@@ -51,16 +51,16 @@ def test_numbers_are_compared(monkeypatch, installed, is_newer):
     assert bool(tested_versions.newer()) == is_newer
 
 
-def test_the_command_names_them(older):
+def test_version_names_newer_packages(older_release):
     first, *rest = versions().splitlines()
     assert first.startswith("shardproof ") and rest == SENTENCES
 
 
-def test_a_failing_report_begins_with_them(older):
+def test_a_failing_report_begins_with_newer_packages(older_release):
     report = declared(lambda mesh, x: x * 3.0).verify(tp=2, examples=1)
     assert str(report).splitlines()[:2] == SENTENCES
 
 
-def test_a_passing_report_does_not(older):
+def test_a_passing_report_names_no_newer_package(older_release):
     report = declared(lambda mesh, x: x * 2.0).verify(tp=2, examples=1)
     assert report.ok and "newer" not in str(report)

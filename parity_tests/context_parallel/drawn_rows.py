@@ -1,4 +1,4 @@
-"""Rows of packed sequences, drawn: empty ones, single tokens, padding inside and behind, filled entries."""
+"""Draw rows of packed sequences: empty and one-token sequences, padding in slots and behind them, fill values."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,10 @@ FILL = -1000
 
 @dataclass(frozen=True)
 class Rows:
-    """Row b holds slots of `units[b]` units, each less `short[b]` tokens real; `tail` slots are left to the row."""
+    """Row b has slots of `units[b]` units, and slot j ends with `short[b][j]` tokens of padding.
+
+    With `tail` the last slot of a row ends with its real tokens, and the padding behind them is in no slot.
+    """
 
     units: tuple[tuple[int, ...], ...]
     short: tuple[tuple[int, ...], ...]
@@ -20,7 +23,7 @@ class Rows:
 
 @st.composite
 def drawn_rows(draw):
-    """Two to four rows of equal length."""
+    """One to four rows of equal length."""
     rows, width = draw(st.sampled_from([(2, 2), (1, 3), (4, 1), (3, 4)])), draw(st.integers(0, 4))
     units, short = [], []
     for _ in range(rows[0]):

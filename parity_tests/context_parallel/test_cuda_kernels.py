@@ -9,7 +9,7 @@ from shardproof import scheme
 
 
 class _OnCuda(OneBlock):
-    """Forward and backward among the stand-ins."""
+    """Forward and backward with stand-ins in place of the kernels."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -24,8 +24,8 @@ class _OnCuda(OneBlock):
 
 @scheme(
     **ONE_BLOCK,
-    # Rows of 8 numbers are for flash attention where there is no mask, of 4 in 16 bits for no kernel; more queries than
-    # a block of an lse has; as many keys as queries and not.
+    # p: without a mask flash attention takes rows of 8 numbers; no kernel takes rows of 4 numbers in 16 bits.
+    # i, j: 33 queries are more than a block of an lse has; the number of keys is the same or another.
     dims={"b": (2,), "h": (4,), "g": (2, 4), "i": (5, 33), "j": (5, 33), "p": (8, 4)},
     dtypes=("bfloat16", "float32"),
 )

@@ -288,7 +288,7 @@ REJECTED = [
     ),
     (
         lambda: adapt_model_to_context(attention_of(layer_types=["chunked_attention"])),
-        "attention sees chunks of the sequence, which a context does not know; leave it out of cp",
+        "attention attends within chunks, which a context does not support; leave it out of cp",
     ),
 ]
 
@@ -303,7 +303,7 @@ def test_rejections(call, message):
 INSIDE = [
     (
         lambda layer, x: layer(x, masks(8)[2], x),
-        "own: attention_mask [2, 1, 8, 8] is not the causal rule and padding on the right, and would be lost under cp; "
+        "own: attention_mask [2, 1, 8, 8] is not the causal rule and padding on the right, and cp would drop it; "
         "give the module no such mask",
     ),
     (

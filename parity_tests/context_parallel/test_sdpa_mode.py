@@ -36,7 +36,7 @@ def context(mesh):
     return create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(8)], [0], set(), "allgather")
 
 
-def drawn(mesh):
+def local_tokens(mesh):
     generator = torch.Generator().manual_seed(dist.get_rank(mesh["cp"]))
     return torch.randn(B, S, HEADS * SIZE, generator=generator)
 
@@ -45,7 +45,7 @@ def by_heads(x):
     return x.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
 
 
-def attended(x, **options):
+def self_attention(x, **options):
     q = by_heads(x)
     return SDPA(q, q, q, **options).transpose(1, 2).flatten(2)
 
@@ -75,7 +75,7 @@ def layer(dropout=0.0):
     return encoder
 
 
-def bound(x):
+def bound_mha(x):
     module, x = mha(), x.transpose(0, 1)
     weights = module.in_proj_weight, None, None, None, False, 0.0, module.out_proj.weight, None
     return BOUND(x, x, x, HEADS * SIZE, HEADS, *weights)[0].transpose(0, 1)
@@ -86,21 +86,21 @@ def without_gradient(module, x):
         return module.eval()(x)
 
 
-def normed(x):
+def layer_norm(x):
     return F.layer_norm(x, (HEADS * SIZE,))
 
 
 CAUSAL = torch.ones(S, S).triu(1).bool()
 WAYS = {
-    "MultiheadAttention": (lambda x: mha()(x, x, x, need_weights=False)[0], attended),
+    "MultiheadAttention": (lambda x: mha()(x, x, x, need_weights=False)[0], self_attention),
     "causal MultiheadAttention": (
         lambda x: mha()(x, x, x, need_weights=False, attn_mask=CAUSAL, is_causal=True)[0],
-        lambda x: attended(x, is_causal=True),
+        lambda x: self_attention(x, is_causal=True),
     ),
-    "multi_head_attention_forward bound before": (bound, attended),
-    "a layer in training": (lambda x: layer()(x), lambda x: x + attended(normed(x))),
-    "a layer in inference": (lambda x: without_gradient(layer(), x), lambda x: x + attended(normed(x))),
-    "a function imported before": (lambda x: imported(*3 * [by_heads(x)]).transpose(1, 2).flatten(2), attended),
+    "multi_head_attention_forward bound before": (bound_mha, self_attention),
+    "a layer in training": (lambda x: layer()(x), lambda x: x + self_attention(layer_norm(x))),
+    "a layer in inference": (lambda x: without_gradient(layer(), x), lambda x: x + self_attention(layer_norm(x))),
+    "a function imported before": (lambda x: imported(*3 * [by_heads(x)]).transpose(1, 2).flatten(2), self_attention),
 }
 
 
@@ -108,7 +108,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_see_the_full_sequence(way, engine):
     def body(mesh, case):
-        (called, expected), x = WAYS[way], drawn(mesh)
+        (called, expected), x = WAYS[way], local_tokens(mesh)
         with context(mesh):
             return torch.equal(called(x), expected(x))
 
@@ -134,7 +134,7 @@ def gradient(attention, backward, q):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputation_in_backward_sees_the_full_sequence(use_reentrant, engine):
     def body(mesh, case):
-        q = by_heads(drawn(mesh))
+        q = by_heads(local_tokens(mesh))
         with context(mesh):
             return [
                 torch.equal(
@@ -156,12 +156,12 @@ def in_a_thread(f):
     return got[0]
 
 
-def test_a_thread_without_a_context_has_the_only_one():
+def test_a_thread_without_a_context_uses_the_only_open_one():
     def body(mesh, case):
-        x = drawn(mesh)
+        x = local_tokens(mesh)
         with context(mesh):
             inferred = in_a_thread(lambda: without_gradient(layer(), x))
-            return torch.equal(inferred, x + attended(normed(x)))
+            return torch.equal(inferred, x + self_attention(layer_norm(x)))
 
     assert on_ranks(2, body, "gloo") == (True, True)
 
@@ -173,7 +173,7 @@ def test_a_thread_without_a_context_is_rejected_among_several():
         return str(caught.value)
 
     def body(mesh, case):
-        q = by_heads(drawn(mesh))
+        q = by_heads(local_tokens(mesh))
         with context(mesh):
             dist.barrier(mesh["cp"])
             message = in_a_thread(lambda: message_of(q))
@@ -186,7 +186,7 @@ def test_a_thread_without_a_context_is_rejected_among_several():
 
 def test_a_rank_outside_has_torchs_attention_while_another_is_inside():
     def body(mesh, case):
-        x = drawn(mesh)
+        x = local_tokens(mesh)
         q, group = by_heads(x), mesh["cp"]
         plain = SDPA(q, q, q)
         if dist.get_rank(group) == 0:
@@ -204,7 +204,7 @@ def test_a_rank_outside_has_torchs_attention_while_another_is_inside():
 
 def test_the_inner_one_of_two_contexts_applies():
     def body(mesh, case):
-        q = by_heads(drawn(mesh))
+        q = by_heads(local_tokens(mesh))
         with context(mesh) as outer, context(mesh) as inner:
             inner.layout = outer.layout
             both = F.scaled_dot_product_attention(q, q, q)
@@ -229,7 +229,7 @@ def test_a_foreign_replacement_of_torchs_function_stays(monkeypatch):
 
 def test_autocast_casts_as_it_does_outside():
     def body(mesh, case):
-        q = by_heads(drawn(mesh))
+        q = by_heads(local_tokens(mesh))
         half, double = q.bfloat16(), q.double()
         with context(mesh):
             expected = SDPA(half, half, half)
@@ -247,17 +247,17 @@ OF_A_MASK = (
     "local_attention()"
 )
 NO_FLEX = (
-    "flex_attention would see this rank's tokens alone, by their places here; "
+    "flex_attention would see only this rank's tokens, at local positions; "
     "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
 )
 REJECTED = [
     (
         lambda x: mha()(x, x, x),
-        "need_weights=True would be weights of this rank's keys alone; pass need_weights=False",
+        "need_weights=True would return weights for this rank's keys only; pass need_weights=False",
     ),
     (
         lambda x: MHA(*3 * [x[0]], SIZE, 1, *4 * [None], False, 0.0, torch.eye(SIZE), None),
-        "need_weights=True would be weights of this rank's keys alone; pass need_weights=False",
+        "need_weights=True would return weights for this rank's keys only; pass need_weights=False",
     ),
     (
         lambda x: mha()(x, x, x, need_weights=False, attn_mask=CAUSAL),
@@ -274,7 +274,7 @@ REJECTED = [
 @pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
 def test_modules_reject_the_same_inputs_as_attention(call, sentence):
     def body(mesh, case):
-        x = drawn(mesh)
+        x = local_tokens(mesh)
         with pytest.raises(ValueError) as caught, context(mesh):
             call(x)
         return str(caught.value)
@@ -286,8 +286,8 @@ def test_modules_reject_the_same_inputs_as_attention(call, sentence):
 def test_flex_attention_is_rejected_by_the_operation_that_it_calls(call):
     def body(mesh, case):
         with context(mesh), pytest.raises(RuntimeError) as caught, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not compiled
-            call(*3 * [by_heads(drawn(mesh))])
+            warnings.simplefilter("ignore")  # flex_attention warns that it is not compiled
+            call(*3 * [by_heads(local_tokens(mesh))])
         return str(caught.value)
 
     assert NO_FLEX in on_ranks(1, body)[0]

@@ -20,7 +20,7 @@ SEEDS = (None, 1, 2)  # the standard case, and drawn ones
 SHORT = {"forward": "fwd", "backward": "bwd"}
 
 
-def priced(scheme, seed):
+def candidate_of(scheme, seed):
     """The one candidate of a drawn mesh, with drawn sizes and options."""
     drawn = one_case(scheme, seed=seed or 0)
     sizes = {dim: drawn.dims[dim] for dim in free_dims(scheme)}
@@ -30,7 +30,7 @@ def priced(scheme, seed):
 
 
 def declared_by_rank(scheme, candidate):
-    """The calls and bytes that each rank gives to each of its groups, by phase, op and ranks."""
+    """The declared calls and bytes by rank, phase, op and group, like `issued_by_rank`."""
     calls, sizes = Counter(), Counter()
     case, costs = candidate.case, costs_of_ranks(scheme, candidate.case)
     for rank, cost in enumerate(costs * case.world if len(costs) == 1 else costs):
@@ -41,7 +41,7 @@ def declared_by_rank(scheme, candidate):
     return {key: (calls[key], sizes[key]) for key in calls}
 
 
-def most_of_a_rank(issued):
+def busiest_rank(issued):
     """The most calls and the most bytes of a rank, by phase, op and the size of the group."""
     most = {}
     for (_, phase, op, group), (calls, size) in issued.items():
@@ -63,14 +63,14 @@ def issued_by_rank(ledger):
 @pytest.mark.parametrize("key", SCHEMES)
 def test_the_price_counts_the_issued_collectives(key):
     for seed in SEEDS:
-        candidate = priced(SCHEMES[key], seed)
+        candidate = candidate_of(SCHEMES[key], seed)
         ranks = run(Program.of(SCHEMES[key]), candidate.case, "lockstep")
         issued = issued_by_rank(ranks.ledger)
         assert declared_by_rank(SCHEMES[key], candidate) == issued, candidate.case.json
         for line in candidate.lines:
             amounts = line.calls, line.size
             of_size = SHORT[line.phase], line.op, candidate.mesh[line.axis]
-            assert len(set(candidate.mesh.values())) < len(candidate.mesh) or amounts == most_of_a_rank(issued)[of_size]
+            assert len(set(candidate.mesh.values())) < len(candidate.mesh) or amounts == busiest_rank(issued)[of_size]
 
 
 def test_there_are_schemes_of_two_axes_and_of_drawn_lengths():
@@ -80,7 +80,7 @@ def test_there_are_schemes_of_two_axes_and_of_drawn_lengths():
 
 @pytest.mark.slow
 def test_there_are_costs_of_each_rank_and_of_values():
-    drawn = [(scheme, priced(scheme, seed).case) for scheme in SCHEMES.values() for seed in SEEDS]
+    drawn = [(scheme, candidate_of(scheme, seed).case) for scheme in SCHEMES.values() for seed in SEEDS]
     unlike = {scheme.name for scheme, case in drawn if len(costs_of_ranks(scheme, case)) > 1}
     of_values = [scheme.name for scheme in SCHEMES.values() if len(inspect.signature(scheme.cost).parameters) > 1]
     assert {"routed_over_ep", "attention_over_two_axes"} <= unlike

@@ -130,8 +130,8 @@ def test_one_rank_sends_nothing():
     ("changes", "message"),
     [
         ({"ep_size": 3}, "num_experts=8 must be divisible by ep_size=3"),
-        ({"rows_sent": 129}, "rows_sent=129 of at most 128; count a token once for each other rank"),
-        ({"rows_sent": 65, "ep_size": 2}, "rows_sent=65 of at most 64; count a token once for each other rank"),
+        ({"rows_sent": 129}, "rows_sent=129 must be at most 128; count a token once for each other rank"),
+        ({"rows_sent": 65, "ep_size": 2}, "rows_sent=65 must be at most 64; count a token once for each other rank"),
         ({"k": 9}, "k=9 must be at most num_experts=8"),
         ({"rows_sent": -1}, "rows_sent=-1 must be at least 0, or None for equal loads"),
         ({"k": 0}, "k=0 must be at least 1"),

@@ -1,4 +1,4 @@
-"""Routing replay: gates at given experts, with the gradient of the scores alone; a recompute takes the forward's."""
+"""Routing replay: a recompute uses the experts of the forward, and only the scores have a gradient."""
 
 from functools import partial
 
@@ -50,7 +50,7 @@ def replayed_gates(mesh, logits, experts: Int[Tensor, "t k"], router, norm_topk_
     return ROUTERS[router](logits, experts.shape[-1], norm_topk_prob=norm_topk_prob, experts=experts)[0]
 
 
-def chosen_in_jax(logits, k, router, norm_topk_prob):
+def reference_choices(logits, k, router, norm_topk_prob):
     if router == "softmax":
         return reference.softmax_top_k(logits, k, norm_topk_prob)
     if router == "top_k":
@@ -58,15 +58,15 @@ def chosen_in_jax(logits, k, router, norm_topk_prob):
     return reference.sigmoid_top_k(logits, jnp.zeros(logits.shape[-1]), k, norm_topk_prob=norm_topk_prob)
 
 
-def mixed(logits, table, each, router, norm_topk_prob, is_full, is_nested):
+def mixture(logits, table, each, router, norm_topk_prob, is_full, is_nested):
     """Each token's rows of the table, weighted by its gates; choices of a full expert are left out."""
-    gates, experts, _ = chosen_in_jax(logits, len(each), router, norm_topk_prob)
+    gates, experts, _ = reference_choices(logits, len(each), router, norm_topk_prob)
     is_kept = experts != 0 if is_full else jnp.ones(experts.shape, bool)
     return (jnp.where(is_kept, gates, 0.0)[..., None] * table[experts]).sum(-2)
 
 
 class Rounding:
-    """The block of `mixed` with another rounding of the logits in each run, which breaks ties in another way."""
+    """The block of `mixture` with another rounding of the logits in each run, which breaks ties in another way."""
 
     def __init__(self, replay, route, is_full):
         self.replay, self.route, self.is_full, self.runs = replay, route, is_full, 0
@@ -83,7 +83,7 @@ class Rounding:
 
 
 @scheme(
-    reference=mixed,
+    reference=mixture,
     mesh={"ep": (1, 2)},
     inputs={"logits": "t/ep:ragged e", "table": "e d ep=R", "each": "k"},
     outputs="t/ep:ragged d",
@@ -98,10 +98,10 @@ class Rounding:
     nograd=("each",),
     dtypes=("float32", "float64"),
     reduction=("e", "k"),
-    roundings=16,  # a recompute adds up to 7 of them to a logit, and another 7 inside another block
+    roundings=16,  # a recompute changes a logit by up to 7 roundings, inside another block by 7 more
 )
 def recomputed_choices(mesh, logits, table, each: Int[Tensor, "k"], router, norm_topk_prob, is_full, is_nested):
-    """A checkpointed block, alone or inside another, that is backpropagated before the backward that is compared."""
+    """A checkpointed block, alone or inside another. A first backward through it is not compared."""
     replay, k = RoutingReplay(), len(each)
     block = Rounding(replay, partial(ROUTERS[router], k=k, norm_topk_prob=norm_topk_prob, experts=None), is_full)
     run = partial(checkpoint, use_reentrant=False, context_fn=replay.contexts)
@@ -121,7 +121,7 @@ LOGITS = torch.tensor([[1.0, 3.0, 2.0], [2.0, 2.0, 5.0], [0.0, -1.0, 1.0]])
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_its_own_choice_given_back_changes_nothing(router):
+def test_giving_a_router_its_own_choice_changes_nothing(router):
     bias = torch.tensor([0.0, 9.0, 0.0])
     call = {
         "softmax": lambda **given: softmax_top_k(LOGITS, 2, norm_topk_prob=True, **given),

@@ -121,8 +121,8 @@ def test_where_an_option_is_left_open_the_profile_says_how_many_cases_are_drawn(
     assert declaration.verify(tp=2, b=6, chunk_size=2).examples == VALUE_EXAMPLES
 
 
-def test_gradients_of_empty_outputs_are_no_verdict():
-    """They are zeros, also of a function that is wrong."""
+def test_empty_outputs_give_no_verdict():
+    """Their gradients are zeros even if the function is wrong."""
 
     @scheme(
         reference=lambda x, w: x * w[None], mesh={"tp": (1, 2)}, inputs={"x": "b d tp=R", "w": "d tp=R"},
@@ -138,7 +138,7 @@ def test_gradients_of_empty_outputs_are_no_verdict():
 
 @pytest.mark.usefixtures("unexplained")
 @pytest.mark.parametrize("examples", [1, 2])
-def test_a_few_cases_that_are_empty_are_not_the_last(examples):
+def test_empty_cases_are_followed_by_one_that_is_not(examples):
     right, wrong = (
         declared(lambda mesh, x, n=n: x * n, dims={"b": (0, 4)}, draw={"x": values("normal")}) for n in (3, 2)
     )
@@ -236,8 +236,8 @@ def test_a_note_on_one_element_comes_from_a_larger_case():
 
 
 @pytest.mark.usefixtures("unexplained")
-def test_a_reference_of_large_numbers_that_cancel_compares_nothing():
-    """Its budget would accept three times the value, and zeros."""
+def test_nothing_is_compared_if_large_numbers_cancel_in_the_reference():
+    """The reference's budget would accept three times the value, and zeros too."""
 
     def tripled(mesh, x):
         return x * 3
@@ -248,19 +248,19 @@ def test_a_reference_of_large_numbers_that_cancel_compares_nothing():
         declaration.verify(examples=2, tp=2)
 
 
-def test_one_tensor_without_power_is_named_beside_others_that_have_it():
-    def kept(mesh, x, y):
+def test_the_one_tensor_with_too_large_a_budget_is_named():
+    def scaled_and_kept(mesh, x, y):
         return x * 3, y * 1
 
     normal = {"x": values("normal"), "y": values("normal")}
     both = {"inputs": {"x": "b/tp", "y": "b/tp"}, "outputs": ("b/tp", "b/tp"), "draw": normal}
-    declaration = declared(kept, **both, reference=lambda x, y: (x * 3, (1e12 + y) - 1e12))
+    declaration = declared(scaled_and_kept, **both, reference=lambda x, y: (x * 3, (1e12 + y) - 1e12))
     with pytest.raises(NothingCompared, match=r"the budget of out\[1\] is \S+ for values up to "):
         declaration.verify(examples=2, tp=2)
 
 
 def test_a_gradient_that_is_undefined_in_every_case_is_compared_to_nothing():
-    """A weight that an output of NaN depends on has no gradient to compare, so that any would be equal."""
+    """The output is NaN in every case, so the weight's gradient is too, and any gradient would pass."""
 
     def rooted(mesh, x, w):
         return torch.sqrt(x * (3 * w - 2 * w.detach()).sum())
@@ -279,7 +279,7 @@ def test_zeros_are_compared_where_zeros_are_right():
 
 
 def test_a_failing_case_of_pytest_is_printed_once(tmp_path, monkeypatch):
-    """The report has it with its replay; Hypothesis adds the record of its example."""
+    """The report shows the case and its replay, so Hypothesis must not add its record of the example."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueMismatch, match="replay: python replay_") as caught:
         check_cases(declared(wrong_in_bfloat16), examples=20, dtype="bfloat16")

@@ -1,7 +1,7 @@
 """A kernel compared with its eager twin: the twin's result in float64, and the harness' budget for each element.
 
-The budget's spread is the twin's change under random roundings of its inputs to the accumulation dtype. The inputs
-themselves are given, and exact to both, however narrow they are.
+The budget's spread is the twin's change under random roundings of its inputs to the accumulation dtype. Both get the
+same inputs, so an input's own dtype, however narrow, adds no error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def worst_ratio(got: Tensor, twin: Callable[..., Tensor], floats: Sequence[Tenso
     unit = UNIT_ROUNDOFF[dtype]
     wide = [None if x is None else x.double().cpu() for x in floats]
     want = twin(*wide).numpy()
-    # Twice as far, then halved: 1 + 2**-53 is 1 in float64 too.
+    # Move inputs twice as far and halve the change: in float64, 1 + 2**-53 would round to 1.
     nearby = [
-        [None if x is None else _moved(x, 2 * unit, (seed, place)) for place, x in enumerate(wide)]
+        [None if x is None else _perturbed(x, 2 * unit, (seed, place)) for place, x in enumerate(wide)]
         for seed in range(DIRECTIONS)
     ]
     moved = [twin(*inputs).numpy() for inputs in nearby]
@@ -39,6 +39,6 @@ def worst_ratio(got: Tensor, twin: Callable[..., Tensor], floats: Sequence[Tenso
     return float(ratios.max(initial=0.0))
 
 
-def _moved(x: Tensor, far: float, key: tuple[int, int]) -> Tensor:
+def _perturbed(x: Tensor, far: float, key: tuple[int, int]) -> Tensor:
     signs = np.random.Generator(np.random.Philox(key=list(key))).integers(0, 2, tuple(x.shape)) * 2 - 1
     return x * (1.0 + far * torch.from_numpy(signs).double())

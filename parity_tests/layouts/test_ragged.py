@@ -1,4 +1,4 @@
-"""Ragged: goldens, DTensor's rule, both statements alike, a partition, and the lengths it rejects."""
+"""Ragged: goldens, DTensor's rule, production equals the reference, a partition, and the lengths that it rejects."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_production_is_the_reference_and_a_partition(lengths):
 @pytest.mark.parametrize(
     ("size", "world", "lengths", "sentence"),
     [
-        (16, 4, (5, 5, 6), "ragged: lengths (5, 5, 6) are 3, world=4; give one for each rank"),
+        (16, 4, (5, 5, 6), "ragged: lengths (5, 5, 6) have 3 entries, world=4; give one for each rank"),
         (4, 2, (5, -1), "ragged: lengths (5, -1) have a negative one; lengths are 0 or more"),
         (16, 4, (5, 5, 5, 2), "ragged: lengths (5, 5, 5, 2) add up to 17, size=16; they must be equal"),
         (-1, 2, None, "size=-1 is not a size; sizes are 0 or more"),

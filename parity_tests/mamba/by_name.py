@@ -12,7 +12,7 @@ from jax_ref.mamba import Mamba2
 from shardproof.declare.declared import flat
 
 RENAMED = {"in_proj.weight": "in_proj.kernel", "out_proj.weight": "out_proj.kernel", "conv1d.weight": "conv1d.kernel"}
-TURNED = {
+CONVERTERS = {
     "in_proj.weight": jnp.transpose,
     "out_proj.weight": jnp.transpose,
     "conv1d.weight": lambda weight: weight[:, 0].T,  # [c, 1, k] -> [k, c]
@@ -24,7 +24,7 @@ def flax_mixer(parameters: Mapping[str, Any], **settings: Any) -> Mamba2:
     empty = nnx.eval_shape(lambda: Mamba2(**settings, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(empty)
     expected = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
-    arrays = {RENAMED.get(name, name): TURNED.get(name, jnp.asarray)(x) for name, x in flat(parameters).items()}
+    arrays = {RENAMED.get(name, name): CONVERTERS.get(name, jnp.asarray)(x) for name, x in flat(parameters).items()}
     if expected != set(arrays):
         raise KeyError(
             f"parameters: {sorted(expected - set(arrays))} are missing, {sorted(set(arrays) - expected)} unknown"

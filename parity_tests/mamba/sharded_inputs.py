@@ -1,4 +1,4 @@
-"""The reference of a mixer over cp ranks, and the declarations of sharded rows and streams."""
+"""What schemes of a mixer over cp share: the reference, and declarations of sharded rows and of a packed stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLLOW = {"e": (1, 2), "i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
 EACH = {**DRAW, "u": values("normal", "ties")}
 
 
-# The limits of a mixer's step: none, or two that many drawn steps exceed. And whether its convolution has a bias.
+# Limits of the step dt: none, or two that clamp many of the drawn steps.
 OPTIONS = {"limits": ((0.0, math.inf), (0.3, 0.8)), "conv_bias": (True, False)}
 
 
@@ -28,7 +28,7 @@ def packed(u, parameters, groups, cu, limits, conv_bias):
 
 
 def whole_mixer(parameters, groups, limits, conv_bias):
-    """The whole mixer on one device. Its convolution without a bias is one with a bias of zeros."""
+    """The whole mixer on one device. Without `conv_bias` the bias of its convolution is zero."""
     conv = parameters["conv1d"]
     read = parameters if conv_bias else {**parameters, "conv1d": {**conv, "bias": jnp.zeros_like(conv["bias"])}}
     return flax_mixer(read, **settings_of(parameters, groups), dt_limit=limits)

@@ -39,7 +39,7 @@ def columns_for_tokens(mesh, x):
     cost=cost(lambda c: c.t * c.w),
 )
 def tokens_for_columns(mesh, x):
-    """The result is the caller's to write to, also in a group of one."""
+    """The caller may write to the result, also in a group of one."""
     return mamba._all_to_all_hp2cp(x, mesh["cp"], 7).neg_()  # a stream has no batch size
 
 

@@ -16,7 +16,7 @@ from torch_impl.mamba import gated_delta_rule
 
 
 def rows(query, key, value, g, beta, initial_state, scale=None, has_initial=True):
-    """Keys that are not normalized: short ones, since a share above 2 / |k|^2 would let the state grow."""
+    """The reference without normalized keys. Keys are drawn short: a beta above 2 / |k|^2 would let the state grow."""
     states = initial_state / 3 if has_initial else jnp.zeros_like(initial_state)
     return reference(query, key, value, -jnp.exp(g), beta, states, scale=scale)
 
@@ -30,9 +30,9 @@ def stream(query, key, value, g, beta, initial_state, cu):
 
 
 def over_cp(mesh, query, key, value, g, beta, initial_state, **options):
-    """Outputs and final states; decays and states have more digits than the values.
+    """The outputs and final states, for decays and initial states that the dtype of the values cannot hold.
 
-    A decay is the exponential of a drawn value, and a state a third of one, in float32 or wider.
+    A decay is the exponential of a drawn value, and a state is a third of a drawn value, in float32 or wider.
     """
     wide = accumulator(g.dtype)
     g, states = -g.to(wide).exp(), None if initial_state is None else initial_state.to(wide) / 3
@@ -78,7 +78,7 @@ DRAW = {
     "beta": values("uniform"),
 }
 SIZES = {"hk": (2,), "h": ("2*hk", "hk"), "k": (3,), "v": (2,), "t": (24,)}
-SCALES = {"scale": (None, 0.0, 0.5)}  # of queries that are normalized, and of queries that are not
+SCALES = {"scale": (None, 0.0, 0.5)}  # for queries with and without normalization
 DECLARED = dict(
     contract=gated_delta_rule,
     mesh={"cp": (1, 2, 3, 4), "tp": (1, 2)},
@@ -206,7 +206,7 @@ def states_that_stay(value, initial_state, has_initial):
 )
 @pytest.mark.cases(9)
 def delta_rule_without_tokens(mesh, value, initial_state, has_initial, layout):
-    """Every sequence is empty and keeps its state, in float32 or wider; the drawn values have the sizes alone."""
+    """Every sequence is empty and keeps its state, in float32 or wider; only the sizes of `value` are used."""
     empty, wide = value[:, :0], accumulator(value.dtype)
     keys, steps = empty.new_zeros(*empty.shape[:3], initial_state.shape[2]), empty[..., 0]
     states = initial_state.to(wide) / 3 if has_initial else None
@@ -233,7 +233,7 @@ CUTS = [
 ]
 
 
-def called(mesh, query=QUERY, key=KEY, value=VALUE, g=G, beta=BETA, **options):
+def results(mesh, query=QUERY, key=KEY, value=VALUE, g=G, beta=BETA, **options):
     options = {"use_qk_l2norm": True, "chunk_size": 4, **options}
     return gated_delta_rule(query, key, value, g, beta, mesh["cp"], **options)
 
@@ -245,11 +245,11 @@ def test_a_token_changes_only_later_tokens_of_its_sequence(order, cu):
     def body(mesh, case):
         held, moved = torch.tensor(rank_positions(2, order, cu)[mesh.rank("cp")]), []
         options = {"layout": order, "cu_seqlens": offsets_of(cu)}
-        out, _ = called(mesh, *(x[:, held] for x in TENSORS), **options)
+        out, _ = results(mesh, *(x[:, held] for x in TENSORS), **options)
         for t in range(T):
             value = VALUE.clone()
             value[:, t] += 1
-            other, _ = called(mesh, QUERY[:, held], KEY[:, held], value[:, held], G[:, held], BETA[:, held], **options)
+            other, _ = results(mesh, QUERY[:, held], KEY[:, held], value[:, held], G[:, held], BETA[:, held], **options)
             moved.append((other != out)[0].any(-1).any(-1).tolist())
         return held, moved
 
@@ -259,11 +259,11 @@ def test_a_token_changes_only_later_tokens_of_its_sequence(order, cu):
 
 def test_a_sequence_in_two_calls_is_one_sequence():
     def body(mesh, case):
-        whole, last = called(mesh, output_final_state=True, layout="contiguous")
+        whole, last = results(mesh, output_final_state=True, layout="contiguous")
         state, parts = None, []
         for start, stop in pairwise([0, 8, 24]):
             part = (x[:, start:stop] for x in TENSORS)
-            out, state = called(mesh, *part, initial_state=state, output_final_state=True, layout="contiguous")
+            out, state = results(mesh, *part, initial_state=state, output_final_state=True, layout="contiguous")
             parts.append(out)
         return whole, torch.cat(parts, 1), last, state
 
@@ -275,14 +275,14 @@ def test_a_sequence_in_two_calls_is_one_sequence():
 def test_ranks_without_any_token_keep_the_state_and_its_gradient():
     def body(mesh, case):
         initial = STATE.clone().requires_grad_()
-        out, state = called(mesh, *(x[:, :0] for x in TENSORS), initial_state=initial, output_final_state=True)
-        _, zero = called(mesh, *(x[:, :0] for x in TENSORS), output_final_state=True)
+        out, state = results(mesh, *(x[:, :0] for x in TENSORS), initial_state=initial, output_final_state=True)
+        _, zero = results(mesh, *(x[:, :0] for x in TENSORS), output_final_state=True)
         state.backward(STATE)
         return out.shape, torch.equal(state, STATE), torch.equal(zero, 0 * STATE), initial.grad
 
     ranks = on_ranks(body)
     assert [result[:3] for result in ranks.results] == [(VALUE[:, :0].shape, True, True)] * 2
-    # The gradient is a term of each rank. The terms of both add up to the cotangent.
+    # Each rank has a term of the gradient; the terms of both ranks add up to the cotangent.
     assert torch.equal(sum(result[3] for result in ranks.results), STATE)
     assert [row.op for row in ranks.ledger.rows] == ["all_reduce"] * 2
 
@@ -294,18 +294,18 @@ def test_an_empty_sequence_at_a_border_of_ranks_keeps_its_state(border):
     def body(mesh, case):
         held = (x.chunk(2, 1)[mesh.rank("cp")] for x in TENSORS)
         options = {"cu_seqlens": cu, "initial_state": states, "output_final_state": True}
-        _, final = called(mesh, *held, layout="contiguous", **options)
+        _, final = results(mesh, *held, layout="contiguous", **options)
         return [torch.equal(final[i], states[i]) for i in (cu.diff() == 0).nonzero()]
 
     assert all(all(kept) and kept for kept in on_ranks(body).results)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_backward_ends_where_one_rank_has_a_loss(cp):
+def test_backward_does_not_hang_if_only_one_rank_has_a_loss(cp):
     def body(mesh, case):
         held = torch.tensor(rank_positions(cp, "dual_chunk_swap", None)[mesh.rank("cp")])
         value = VALUE[:, held].requires_grad_()
-        out, _ = called(mesh, QUERY[:, held], KEY[:, held], value, G[:, held], BETA[:, held])
+        out, _ = results(mesh, QUERY[:, held], KEY[:, held], value, G[:, held], BETA[:, held])
         (gradient,) = torch.autograd.grad(out, value, torch.full_like(out, float(mesh.rank("cp") == 0)))
         return bool(gradient.any())
 
@@ -317,9 +317,9 @@ def test_backward_ends_where_one_rank_has_a_loss(cp):
 def test_autocast_changes_nothing(dtype):
     def body(mesh, case):
         tensors = [x.to(dtype) for x in (QUERY, KEY, VALUE)] + [G.float(), BETA.float()]
-        out, state = called(mesh, *tensors, output_final_state=True)
+        out, state = results(mesh, *tensors, output_final_state=True)
         with torch.autocast("cpu", torch.bfloat16):
-            again, as_well = called(mesh, *tensors, output_final_state=True)
+            again, as_well = results(mesh, *tensors, output_final_state=True)
         return out.dtype, state.dtype, torch.equal(out, again), torch.equal(state, as_well)
 
     assert on_ranks(body).results == ((dtype, torch.float32, True, True),) * 2
@@ -340,52 +340,52 @@ def test_long_decays_are_neither_lost_nor_undefined():
 
 HALF = QUERY[:, :12]
 REJECTED = [
-    (lambda m: called(m, chunk_size=0), "chunk_size=0 must be at least 1"),
+    (lambda m: results(m, chunk_size=0), "chunk_size=0 must be at least 1"),
     (
-        lambda m: called(m, key=KEY[:, :6]),
+        lambda m: results(m, key=KEY[:, :6]),
         "key is [1, 6, 2, 3] but query has s/cp:LAYOUT=24: s/cp:LAYOUT differs, 6 and 24",
     ),
     (
-        lambda m: called(m, QUERY[:, :, :0], KEY[:, :, :0]),
+        lambda m: results(m, QUERY[:, :, :0], KEY[:, :, :0]),
         "value has 2 heads; they must be a positive multiple of key's 0",
     ),
     (
-        lambda m: called(m, value=VALUE[:, :, :0], g=G[:, :, :0], beta=BETA[:, :, :0]),
+        lambda m: results(m, value=VALUE[:, :, :0], g=G[:, :, :0], beta=BETA[:, :, :0]),
         "value has 0 heads; they must be a positive multiple of key's 2",
     ),
-    (lambda m: called(m, scale=float("nan")), "scale=nan must be finite"),
+    (lambda m: results(m, scale=float("nan")), "scale=nan must be finite"),
     (
-        lambda m: called(m, cu_seqlens=torch.tensor([[0, 48]])),
+        lambda m: results(m, cu_seqlens=torch.tensor([[0, 48]])),
         "cu_seqlens: shape is (1, 2); offsets are one row that starts at 0",
     ),
     (
-        lambda m: called(m, g=G[..., None].expand(1, T, HEADS, 2)),
+        lambda m: results(m, g=G[..., None].expand(1, T, HEADS, 2)),
         "g is [1, 24, 2, 2]; pass one decay per head, or one per channel, [b, s, h, 3]",
     ),
     (
-        lambda m: called(m, initial_state=STATE.expand(2, -1, -1, -1)),
+        lambda m: results(m, initial_state=STATE.expand(2, -1, -1, -1)),
         "initial_state has 2 states; pass one for each of 1 sequences",
     ),
     (
-        lambda m: called(m, cu_seqlens=torch.tensor([0, 24, 48]), initial_state=STATE),
+        lambda m: results(m, cu_seqlens=torch.tensor([0, 24, 48]), initial_state=STATE),
         "initial_state has 1 states; pass one for each of 2 sequences",
     ),
     (
-        lambda m: called(m, *(x.expand(2, *x.shape[1:]) for x in TENSORS), cu_seqlens=torch.tensor([0, 48])),
+        lambda m: results(m, *(x.expand(2, *x.shape[1:]) for x in TENSORS), cu_seqlens=torch.tensor([0, 48])),
         "query is [2, 24, 2, 3] with cu_seqlens; a packed stream is one row, [1, t, ...]",
     ),
-    (lambda m: called(m, layout="striped"), "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout"),
+    (lambda m: results(m, layout="striped"), "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout"),
     (
-        lambda m: called(m, layout=layout_of(m, "striped", 48, None)),
+        lambda m: results(m, layout=layout_of(m, "striped", 48, None)),
         "layout='striped' shards sequences into more than two runs a rank; use contiguous or dual_chunk_swap",
     ),
-    (lambda m: called(m, layout=layout_of(m, "contiguous", 24, None)), "layout has 24 tokens, the ranks have 48"),
+    (lambda m: results(m, layout=layout_of(m, "contiguous", 24, None)), "layout has 24 tokens, the ranks have 48"),
     (
-        lambda m: called(m, layout=uneven_layout(m)),
+        lambda m: results(m, layout=uneven_layout(m)),
         "layout gives rank {rank} {count} tokens, but query has 24; pass the layout of this batch",
     ),
     (
-        lambda m: called(m, layout=layout_of(m, "contiguous", 48, None).rebind(3, m.rank("cp"))),
+        lambda m: results(m, layout=layout_of(m, "contiguous", 48, None).rebind(3, m.rank("cp"))),
         "layout is for cp=3 and rank {rank}, cp_group has cp=2 and rank {rank}; rebind it",
     ),
 ]
@@ -400,6 +400,6 @@ def test_rejection(call, text):
 def test_offsets_of_one_rank_are_rejected():
     def body(mesh, case):
         with pytest.raises(ValueError, match="cu_seqlens ends at 24 but the stream holds 48 tokens"):
-            called(mesh, cu_seqlens=torch.tensor([0, 24]))
+            results(mesh, cu_seqlens=torch.tensor([0, 24]))
 
     assert on_ranks(body).ledger.rows == []

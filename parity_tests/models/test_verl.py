@@ -1,4 +1,4 @@
-"""Parity of verl's names for a step's loss, with counts that the caller sums over the ranks; and their rejections."""
+"""Parity of a step's loss in each of verl's modes, with counts that the caller sums over ranks; and rejections."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ def loss_of_step(losses, mask, mode):
     sums="float32",
     reduction=("b", "s"),
 )
-def loss_of_counts(mesh, losses, mask: Bool[Tensor, "b s"], mode, microbatches):
-    """A sum over the ranks of losses that FSDP would average; a token that does not count is NaN."""
+def rank_loss(mesh, losses, mask: Bool[Tensor, "b s"], mode, microbatches):
+    """The rank's loss over dp: FSDP would average the ranks' losses, here they are summed. Masked tokens are NaN."""
     tokens, sequences = (all_reduce(count, mesh["dp"]) for count in (mask.sum(), mask.any(1).sum()))
     factor = LONGEST if mode.endswith("-norm") else None
     losses = losses.masked_fill(~mask, torch.nan)
@@ -49,7 +49,7 @@ def loss_of_counts(mesh, losses, mask: Bool[Tensor, "b s"], mode, microbatches):
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_parity(engine):
-    check_cases(loss_of_counts, 20 if engine == "lockstep" else 3, engine=engine)
+    check_cases(rank_loss, 20 if engine == "lockstep" else 3, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_parity(engine):
     ],
 )
 def test_one_rank_counts_by_itself(mode, expected):
-    """By hand: sequences of 4, 2, 1, 1 and 0 tokens, so that all quotients are exact."""
+    """By hand: the sequences have 4, 2, 1, 1 and 0 tokens, so that all quotients are exact."""
     counts = torch.arange(4) < torch.tensor([4, 2, 1, 1, 0])[:, None]
     factor = 8 if mode.endswith("-norm") else None
     assert agg_loss(torch.arange(20.0).view(5, 4), counts, mode, loss_scale_factor=factor).item() == expected

@@ -124,7 +124,7 @@ def rows_of(route, sizes, world):
 
 
 def mean_bytes_sent(route, size, world):
-    """The mean over ranks of the bytes that leave a rank, which keeps its part of an all_to_all; a ring all_reduces."""
+    """The mean bytes that leave a rank: without its own part of an all_to_all, and with a ring for an all_reduce."""
     total = 0.0
     for rank, rows in enumerate(rows_of(route, [size], world)):
         for row in rows:
@@ -144,7 +144,7 @@ def test_the_rule_takes_the_route_that_sends_less(size, world):
 
 
 def test_uneven_matrices_have_the_stated_bytes_on_every_rank():
-    """Owners exchange the rank's rows of all matrices, then all rows of its own; "sharded" sums norms and triangles."""
+    """Owners: a rank sends its rows of all matrices, then all rows of its own. "sharded" sums norms and triangles."""
     world = 3
     owner = owners(SIZES, world)
     longest = [-(-s // world) for s, _ in SIZES]

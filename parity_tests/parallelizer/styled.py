@@ -100,8 +100,8 @@ def styled(
         if parameter:
             assert isinstance(styles[path], Experts)
             styles[path].stacks[parameter] = name
-    # As where each rank has drawn its own first weights: the first rank's count. torch's SequenceParallel keeps each
-    # rank's own, since norms start with ones.
+    # Give other ranks other initial weights, as if each rank had drawn its own: the first rank's must be used. torch's
+    # SequenceParallel keeps each rank's weights, since norms start with ones.
     if mesh.rank("tp") and "sequence_parallel" not in plan.values():
         with torch.no_grad():
             for parameter in module.parameters():
@@ -122,10 +122,10 @@ def accumulated(
     fails: bool = False,
     names: Sequence[str] = (),
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Output; gradients of the floating inputs; of parameters, whole, 0 if frozen. `times` backwards, all into `.grad`.
+    """The output, the inputs' gradients, and the parameters' full gradients, accumulated over `times` backwards.
 
-    The last inputs are passed by `names`. With `fails` forwards that fail come last, and parameters are then read as a
-    user reads them, `module.weight`.
+    Integer inputs have no gradient, and a frozen parameter's is 0. The last inputs are passed by `names`. With `fails`,
+    forwards that fail come last. Parameters are read as a user reads them, `module.weight`.
     """
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     first: Any = None

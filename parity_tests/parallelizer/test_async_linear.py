@@ -1,4 +1,4 @@
-"""Parity of async_linear: products of a sharded sequence in blocks, which a ring moves."""
+"""Parity of async_linear: linear layers whose products overlap with a ring of transfers."""
 
 import jax
 import pytest
@@ -27,7 +27,7 @@ def ring(calls, size):
     return {"send": (calls, calls * size), "recv": (calls, calls * size)} if calls else {}
 
 
-def gathered_cost(c):
+def gather_cost(c):
     elements = c.b * c.s // c.tp * c.i
     forward, wide = ring(c.tp - 1, elements * c.itemsize), ring(c.tp - 1, elements * c.accumulator_itemsize)
     return Cost(forward, {op: (2 * wide[op][0], wide[op][1] + forward[op][1]) for op in wide})
@@ -41,14 +41,14 @@ def gathered_cost(c):
     outputs="b s o/tp",
     reduction=("i", "o", "s"),
     roundings=3,  # the result, a rank's term of d x, a block's term of d weight
-    cost=gathered_cost,
+    cost=gather_cost,
     **DECLARED,
 )
-def columns_of_gathered(mesh, x, weight):
+def column_parallel(mesh, x, weight):
     return all_gather_linear(x, weight, mesh["tp"])
 
 
-def scattered_cost(c):
+def scatter_cost(c):
     elements = c.b * c.s // c.tp * c.o
     return Cost(
         ring(c.tp - 1, elements * c.accumulator_itemsize),
@@ -64,10 +64,10 @@ def scattered_cost(c):
     outputs="b s/tp o",
     reduction=("i", "o", "s"),
     roundings=3,  # a rank's term of the result, the result, a block's term of d weight
-    cost=scattered_cost,
+    cost=scatter_cost,
     **DECLARED,
 )
-def rows_that_are_scattered(mesh, x, weight):
+def row_parallel(mesh, x, weight):
     return linear_reduce_scatter(x, weight, mesh["tp"])
 
 
@@ -93,11 +93,11 @@ def mlp_of_unequal_shards(mesh, x, up, down):
     return linear_reduce_scatter(hidden, down, mesh["tp"], lengths=counts)
 
 
-SCHEMES = columns_of_gathered, rows_that_are_scattered, mlp_of_unequal_shards
+SCHEMES = column_parallel, row_parallel, mlp_of_unequal_shards
 
 
 @pytest.mark.parametrize(
-    "declared", slow_but([columns_of_gathered, rows_that_are_scattered], SCHEMES), ids=lambda declared: declared.name
+    "declared", slow_but([column_parallel, row_parallel], SCHEMES), ids=lambda declared: declared.name
 )
 def test_parity(declared):
     check_cases(declared, 20)
@@ -118,7 +118,7 @@ def gradients(value, *leaves):
 
 @pytest.mark.parametrize("tp", [1, 3])
 def test_equal_to_the_collective_and_the_product(tp):
-    """To the bit, of whole numbers, whose sums have no order."""
+    """Equal to the bit: the values are whole numbers, and rounding does not depend on the order of their sums."""
 
     def leaves(*shapes):
         return [whole_numbers(*shape).add(1).requires_grad_() for shape in shapes]
@@ -139,7 +139,7 @@ def test_equal_to_the_collective_and_the_product(tp):
 
 
 def test_gradients_of_several_products_are_added_in_float32():
-    """256, 1 and 1, of which bfloat16 has the sum and not the sum of the first two."""
+    """256 + 1 + 1: bfloat16 can hold the sum, 258, but not 257."""
 
     def body(mesh, case):
         x = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -12,7 +12,8 @@ from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 WORLD = 8
 ONE = ("dp_shard_cp", ())  # an axis of one rank, where the mesh has none for data
-# Axes and their sizes; own names; of FSDP, tp, the loss, experts and their FSDP each axis, with those that it contains.
+# The sizes of the mesh's axes, the caller's own names, and the mesh of each of ROLES: one axis, a list of two, or None.
+# An axis is a name, or a pair of a new name and the axes that it joins.
 MESHES = (
     ({"pp": 1, "dp_shard": 8}, {}, "dp_shard", None, "dp_shard", None, "dp_shard"),
     ({"tp": 8}, {}, ONE, "tp", ONE, None, ONE),
@@ -143,7 +144,7 @@ MESHES = (
     ),
 )
 ROLES = ("fsdp_mesh", "tp_mesh", "loss_mesh", "expert_mesh", "edp_mesh")
-# Names that are no axis, of one role twice, of both generations, of an axis beside one that it contains.
+# A name that is no axis, two names of one role, names of both generations, an axis beside another that contains it.
 REJECTED = (
     ({"dp_shard": 4, "tp": 2}, {"tp": "tensr"}),
     ({"dp_shard": 4, "tp": 2}, {"replicate": "copies"}),
@@ -170,7 +171,7 @@ def ranks_over(sizes, axes, rank):
 
 
 def expected_mesh(sizes, axes, rank):
-    """Names and ranks of a mesh of one or two axes, each an axis of the mesh or a name of several."""
+    """The names and ranks of a mesh over `axes`, written as in MESHES."""
     if axes is None:
         return None
     pairs = [
@@ -184,7 +185,7 @@ def expected_mesh(sizes, axes, rank):
 
 
 def expected_axes(case, rank):
-    """The mesh of each role, the ranks of data and of shards, and whether there are stages."""
+    """The mesh of each role, the numbers of ranks with other data and other shards, and whether there are stages."""
     sizes, _, *roles = case
     fsdp, loss = (role if isinstance(role, list) else [role] for role in (roles[0], roles[2]))
     shards, data = (
@@ -195,8 +196,8 @@ def expected_axes(case, rank):
     return {**meshes, "data_size": data, "shard_size": shards, "has_stages": sizes.get("pp", 1) > 1}
 
 
-def slices_of(mesh, sizes):
-    """The ranks of axis x as a mesh with other axes: a slice of one over all ranks, which all of them make together."""
+def mesh_and_ranks(mesh, sizes):
+    """A mesh of `sizes` over the ranks of axis x, and these ranks. It is a slice of a mesh that all ranks make."""
     outer, ranks = {axis: mesh.size(axis) for axis in mesh.axes if axis != "x"}, mesh.device_mesh.mesh
     every = DeviceMesh("cpu", ranks.view(*outer.values(), *sizes.values()), mesh_dim_names=(*outer, *sizes))
     return every[tuple(sizes)], mesh.device_mesh["x"].mesh.tolist()
@@ -207,7 +208,7 @@ def positions(ranks, world):
 
 
 def on_ranks(body, inside):
-    """Each rank's result of `body`; `inside` a larger world, which holds two such meshes."""
+    """The results of `body` on all ranks of a mesh; with `inside`, of two such meshes in a larger world."""
     return run(body, CaseSpec(scheme="axes", mesh={"outer": 2, "x": WORLD} if inside else {"x": WORLD})).results
 
 
@@ -217,7 +218,7 @@ def test_axes_of_ranks(case, inside):
     sizes, own_names, *_ = case
 
     def body(mesh, _):
-        device_mesh, world = slices_of(mesh, sizes)
+        device_mesh, world = mesh_and_ranks(mesh, sizes)
         axes = mesh_axes(device_mesh, own_names)
         parts = {name: getattr(axes, name) for name in ROLES}
         meshes = {
@@ -235,7 +236,7 @@ def test_axes_of_ranks(case, inside):
 def test_names_that_are_no_axes_are_rejected_on_every_rank(sizes, own_names):
     def body(mesh, case):
         with pytest.raises(ValueError):
-            mesh_axes(slices_of(mesh, sizes)[0], own_names)
+            mesh_axes(mesh_and_ranks(mesh, sizes)[0], own_names)
         return True
 
     assert on_ranks(body, inside=False) == (True,) * WORLD

@@ -43,7 +43,7 @@ NAMES = ("router.weight", "router.bias", *(f"experts.{name}" for name in STACKS)
 
 
 def mean_square(x, parameters, k, limit):
-    """Of the outputs for all tokens of both batches."""
+    """The mean over the outputs for all tokens of both batches."""
     router, router_bias, gate_up, gate_up_bias, down, down_bias, head = (parameters[name] for name in PARAMETERS)
     tokens = x.reshape(-1, x.shape[-1])
     gates, experts, _ = reference.top_k_softmax(tokens @ router.T + router_bias[None], k)
@@ -105,7 +105,7 @@ def test_one_step_matches_one_process(mesh, switches):
 
 
 def test_sinks_are_sharded_with_their_heads():
-    """transformers' plan has the head alone."""
+    """Our own plan shards them: the plan in transformers has only the head."""
 
     def body(view, case):
         model = parallelized()(model_of(GPT_OSS), view.device_mesh)
@@ -140,7 +140,7 @@ def test_the_dry_run_has_the_shards_and_the_exchanges():
 def attention_over_cp(
     module, query, key, value, attention_mask, *, scaling, sliding_window, s_aux, cp_group, layout, **others
 ):  # fmt: skip
-    # FSDP sums what a rank's own tokens give a parameter; attention would give each rank the sum over cp.
+    # FSDP sums the ranks' gradients; without this, attention would give each rank the sum over cp already.
     sinks = convert(s_aux, cp_group, src="R", dst="I")
     options = {"window": sliding_window, "scale": scaling, "sinks": sinks}
     return context_parallel_attention(query, key, value, group=cp_group, layout=layout, **options).transpose(1, 2), None
@@ -170,7 +170,7 @@ def test_over_cp(mesh):
     assert broken(ranks[0], {**want, sinks: 2 * want[sinks]})  # a factor would show
 
 
-# ---- What is refused
+# ---- Rejections
 
 
 def experts(**changes):

@@ -55,7 +55,7 @@ def problem_of_initialisation(on_meta, expected, filled):
         return f"{BEGIN}={expected}, and "
     if not on_meta:
         return ""
-    without = [f"{BEGIN}: '{i}' has parameters and no reset_parameters" for i in (0, 1) if filled[i] is None]
+    without = [f"{BEGIN}: '{i}' has parameters but no reset_parameters" for i in (0, 1) if filled[i] is None]
     partly = [f"{BEGIN}: '{i}.weight' has no value after the initialisation" for i in (0, 1) if filled[i] != ROWS]
     return (without or partly or [""])[0]
 
@@ -157,7 +157,7 @@ class Forgets(Bare):
     [
         (Net, False, True, "init_nvfsdp_with_meta_device=True, and no parameter is on the meta device"),
         (Net, True, False, "init_nvfsdp_with_meta_device=False, and 'blocks.0.up.weight' is on the meta device"),
-        (Bare, True, True, "init_nvfsdp_with_meta_device: 'Bare' has parameters and no reset_parameters"),
+        (Bare, True, True, "init_nvfsdp_with_meta_device: 'Bare' has parameters but no reset_parameters"),
         (Forgets, True, True, "init_nvfsdp_with_meta_device: '.weight' has no value after the initialisation of"),
     ],
 )

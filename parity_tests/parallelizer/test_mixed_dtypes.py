@@ -17,11 +17,12 @@ from torch_impl.parallelizer import dry_run, fsdp2_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
 RARER = {"router", "scale", "head"}  # in a wider dtype than all other parameters
-GAINS = ("gain", "other_gain")  # so are these: a block has more wide parameters, and fewer wide numbers
+# In the wider dtype too: it has most of a block's parameters, but fewer of its numbers.
+GAINS = ("gain", "other_gain")
 
 
 class Gain(nn.Module):
-    """Its input times one number."""
+    """Multiplies its input by one number."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -84,9 +85,9 @@ TREE = {
 
 
 def mean_square(x, parameters, is_frozen, is_cast):
-    """The mean square, and how much wider than the blocks each router and the head compute.
+    """The mean square; for each router and the head, the bits of the dtype it computes in over the bits of x's dtype.
 
-    A frozen router is in its block's unit, and in the dtype that a policy casts this unit to.
+    A frozen router is in its block's unit, so a policy casts it like the rest of the unit.
     """
     x = x @ parameters["embed"]["weight"].T
     for number in ("0", "1"):
@@ -96,13 +97,13 @@ def mean_square(x, parameters, is_frozen, is_cast):
         scale = jax.lax.stop_gradient(parameters["blocks"][number]["scale"])
         y = (jax.nn.sigmoid(x @ router.T) * jax.nn.silu(x @ up.T)) @ down.T
         x = x + scale[None] * other[None] * gain[None] * y
-    of_router = 1.0 if is_frozen and is_cast else 2.0
-    widths = jnp.asarray([of_router, of_router, 2.0], x.dtype)
+    router_width = 1.0 if is_frozen and is_cast else 2.0
+    widths = jnp.asarray([router_width, router_width, 2.0], x.dtype)
     return jnp.mean((x @ parameters["head"]["weight"].T) ** 2), widths
 
 
 def note_widths(net, width):
-    """Have each router and the head note how many times as many bits its product has, by name."""
+    """By name of each router and the head: the bits of its product's dtype over `width`, noted in every forward."""
     widths = {}
     for name, module in net.named_modules():
         if RARER & set(name.split(".")):
@@ -241,7 +242,7 @@ def net_with_one_router():
 
 @pytest.mark.parametrize("shared_net", [tied_net, net_with_one_router])
 def test_routers_that_two_blocks_share(shared_net):
-    """Their blocks are one unit, and the shared router is a unit inside it."""
+    """The two blocks are one unit, and the shared router is a unit inside it."""
 
     def body(mesh, case):
         net = fsdp2_strategy_parallelize(shared_net(), mesh.device_mesh)

@@ -37,10 +37,10 @@ SWITCHES = ("plain", "average_in_collective", "disable_bucketing", "calculate_pe
 SWITCHES += ("preserve_fp32_weights",)  # which leaves wide parameters as they are
 
 
-def trained(x, up_0, down_0, up_1, down_1, head, cotangent, recomputes):
-    """Output, gradients for the mean over rows, weights after a step against them; weights over tp, calls of blocks.
+def reference_step(x, up_0, down_0, up_1, down_1, head, cotangent, recomputes):
+    """The output, the gradients of the mean over rows, the weights after one step, and three counts.
 
-    The last count is of initial values that differ from one process's.
+    The counts: weights sharded over tp, calls of blocks, and initial values that differ from one process's values.
     """
 
     def forward(up_0, down_0, up_1, down_1, head):
@@ -62,7 +62,7 @@ def descent(net):
 
 
 @scheme(
-    reference=trained,
+    reference=reference_step,
     mesh=MESH,
     inputs={
         "x": "b/dp_replicate/dp_shard d tp=I",
@@ -89,7 +89,7 @@ def descent(net):
 def strategies(
     mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes, entry, seed
 ):  # fmt: skip
-    """Microbatches of one row, reduced after the last; a step of plain gradient descent, each group at its rate."""
+    """Reduce the gradients after the last one-row microbatch, then take one step of SGD with a rate for each group."""
     net = net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True)))
     for block in net.blocks:
         block.up.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -121,7 +121,7 @@ def strategies(
 
 
 def is_over_tp(parameter):
-    """Whether tensor parallelism has sharded it."""
+    """Whether tensor parallelism has sharded the parameter."""
     if not isinstance(parameter, DTensor):
         return False
     by_axis = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
@@ -165,7 +165,7 @@ def on_ranks(body, **mesh):
     return run(body, CaseSpec(scheme="nvfsdp", mesh=mesh or {"dp_shard": 2}))
 
 
-def stepped(view, model=None, seed=0, **options):
+def gradients_and_weights(view, model=None, seed=0, **options):
     """Gradients and weights, as lists, after one backward and one step of AdamW."""
     torch.manual_seed(seed)
     net = nvfsdp_strategy_parallelize(model or Net().double(), view.device_mesh, **options)
@@ -182,25 +182,25 @@ def test_a_switch_that_changes_no_bit(switch):
 
     def body(view, case):
         units = {} if switch == "nvfsdp_unit_modules" else {"nvfsdp_unit_modules": [BLOCK]}
-        return stepped(view, **units) == stepped(view, **{**units, switch: value})
+        return gradients_and_weights(view, **units) == gradients_and_weights(view, **{**units, switch: value})
 
     assert on_ranks(body).results == (True, True)
 
 
 def test_per_token_is_the_sum_over_the_data_ranks():
     def body(view, case):
-        mean, total = stepped(view)[0], stepped(view, calculate_per_token_loss=True)[0]
+        mean, total = gradients_and_weights(view)[0], gradients_and_weights(view, calculate_per_token_loss=True)[0]
         return all(torch.equal(torch.tensor(total[name]), 4 * torch.tensor(mean[name])) for name in mean)
 
     assert on_ranks(body, dp_shard=2, cp=2).results == (True,) * 4
 
 
 def reductions(**options):
-    """The reductions of gradients: op, dtype, reduce op, number."""
+    """The op, dtype and reduce op of each reduction of gradients."""
     model = options.pop("model", None)
     mesh = options.pop("mesh", {"dp_shard": 2})
     rows = on_ranks(
-        lambda view, case: stepped(view, model() if model else None, **options) and None, **mesh
+        lambda view, case: gradients_and_weights(view, model() if model else None, **options) and None, **mesh
     ).ledger.rows
     sent = [row for row in rows if row.rank == 0 and row.phase == "bwd" and row.op in ("reduce_scatter", "all_reduce")]
     return [(row.op, row.dtypes[0], row.reduce_op) for row in sent if "int" not in row.dtypes[0]]
@@ -255,7 +255,7 @@ def test_masters_are_float32_and_compute_in_sixteen_bits():
 
 def test_masters_of_wide_parameters_change_nothing():
     def body(view, case):
-        return stepped(view) == stepped(view, preserve_fp32_weights=True)
+        return gradients_and_weights(view) == gradients_and_weights(view, preserve_fp32_weights=True)
 
     assert on_ranks(body).results == (True, True)
 
@@ -299,7 +299,7 @@ def test_other_reports(options, message):
 def test_a_layer_without_parameters_is_no_obstacle():
     def body(view, case):
         model = nn.Sequential(nn.Linear(3, 3), nn.SiLU(), nn.Linear(3, 1)).double()
-        return len(stepped(view, model, disable_bucketing=True)[0])
+        return len(gradients_and_weights(view, model, disable_bucketing=True)[0])
 
     assert on_ranks(body).results == (4, 4)
 
@@ -319,7 +319,7 @@ def test_weights_are_sharded_over_tp(strategy):
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_which_units_are_gathered_ahead(overlaps):
-    """The next one in forward; in backward the two before, the nearer one first. The root gathers by itself."""
+    """Forward gathers the next unit ahead, backward the two before, the nearer one first. The root is in no list."""
 
     def body(view, case):
         layers = nn.Sequential(*[Block(3, 4) for _ in range(4)])

@@ -109,7 +109,7 @@ def full_inside(weight, entry):
     excluded_conditions=("strided", "autocast"),  # FSDP takes only contiguous parameters
 )
 @pytest.mark.cases(20)
-def gathered_for_a_while(mesh, weight, entry, fails):
+def unsharded_parameters(mesh, weight, entry, fails):
     """Full parameters inside the context. After it they are shards again, also if an error was raised."""
     model = nn.Sequential(nn.ModuleList(linear_layer(each) for each in weight))
     if entry == "fsdp2":
@@ -197,7 +197,7 @@ def test_an_optimizer_that_cannot_be_moved():
     def body(view, case):
         net = Net()
         others = torch.optim.SGD(Net().parameters(), 0.1)
-        with pytest.raises(ValueError, match="optimizer: has a parameter that is none of the model's"):
+        with pytest.raises(ValueError, match="optimizer: has a parameter that is not in the model"):
             megatron_fsdp_strategy_parallelize(net, view.device_mesh, others)
         stepped = torch.optim.Adam(net.parameters())
         net(torch.ones(1, 3)).sum().backward()

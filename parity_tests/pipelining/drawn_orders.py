@@ -1,4 +1,4 @@
-"""Orders drawn for tests: each schedule with legal sizes, and sums over topological orders of one's own."""
+"""Orders drawn for tests: named schedules with sizes that they accept, and topological orders drawn at random."""
 
 from hypothesis import strategies as st
 
@@ -29,9 +29,9 @@ def named_orders(draw, **limits):
 
 @st.composite
 def own_orders(draw, for_torch=False):
-    """(order, rank of each stage, n): any order in which every action comes after the actions that it needs.
+    """(order, rank of each stage, n): a random order in which every action comes after the actions that it needs.
 
-    `for_torch` keeps the forwards of the last stage in the order of micro-batches, by which torch knows them.
+    With `for_torch`, the last stage's forwards are in the order of micro-batches, since torch numbers them so.
     """
     p = draw(st.integers(1, 3))
     placed = list(range(p)) + draw(st.lists(st.integers(0, p - 1), max_size=4 - p))
@@ -55,7 +55,7 @@ def own_orders(draw, for_torch=False):
 
 
 def needed(action, halved, stages):
-    """The actions that an action waits for, of its own stage and of its neighbour."""
+    """The actions of its own and a neighbouring stage that must come before an action."""
     s, kind, m = action.stage, action.kind, action.microbatch
     if kind == "W":
         return {Action(s, "I", m)}

@@ -26,7 +26,7 @@ NAMES = ("embed_tokens.weight", *(f"layers.{layer}.weight" for layer in range(5)
 
 
 class Residual(nn.Module):
-    """x + tanh(x w), which may be a view of tokens that a layer has put side by side."""
+    """x + tanh(x w). With `returns_view` the output is a view of a tensor with all tokens in one dim."""
 
     def __init__(self, weight, returns_view=False):
         super().__init__()
@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
 
 class Factor(nn.Module):
-    """Its input times a number, at first 1."""
+    """Multiply the input by a number, which is 1 at first."""
 
     def __init__(self):
         super().__init__()
@@ -84,8 +84,8 @@ class Decoder(nn.Module):
         return self.lm_head(x) if hasattr(self, "lm_head") else x
 
 
-class Wrapped(nn.Module):
-    """A part inside another module, which declares its own inputs and outputs."""
+class Wrapper(nn.Module):
+    """A module around a part, which declares the shapes of the stage's inputs and outputs."""
 
     def __init__(self, part, sizes):
         super().__init__()
@@ -110,7 +110,7 @@ def parallelize_by(shape, sizes, is_wide):
     """
 
     def parallelize(part, world_mesh, moe_mesh, *, dp_axis_names, **axes):
-        root = Wrapped(part, sizes) if shape == "wrapped" else part
+        root = Wrapper(part, sizes) if shape == "wrapped" else part
         mesh, dtype = world_mesh[dp_axis_names[0]], next(part.parameters()).dtype
         policy = MixedPrecisionPolicy(param_dtype=dtype) if is_wide else MixedPrecisionPolicy()
         of_root = replace(policy, output_dtype=torch.float64) if is_wide else policy
@@ -122,8 +122,8 @@ def parallelize_by(shape, sizes, is_wide):
     return parallelize
 
 
-def names_of_stages(count):
-    """The layers in unequal parts, with names that any model may lack."""
+def stage_names(count):
+    """The names of each stage's modules: unequal numbers of layers, and a module that this model lacks."""
     stages, start = [], 0
     for layers in LAYERS_OF[count]:
         stages.append([f"layers.{layer}" for layer in range(start, start + layers)])
@@ -149,15 +149,15 @@ def file_of(name, ranks, count, source, folder):
     return written(folder, dumped(order))
 
 
-# These schedules halve backwards, and torch cannot reduce halved gradients per micro-batch; a file shows its halves.
+# These schedules halve backwards, and torch cannot reduce halved gradients per micro-batch. HALF finds halves in files.
 HALVED = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 HALF = re.compile(r"\d[IW]\d")
 
 
-def pipelined(mesh, model, device, size, name, source, names, shape, is_wide, reduction, seq_len):
-    """The result of `pipeline_model`, without reductions after each micro-batch where it must reject these.
+def build_pipeline(mesh, model, device, size, name, source, names, shape, is_wide, reduction, seq_len):
+    """The result of `pipeline_model`, and whether it accepts reductions after each micro-batch wrongly.
 
-    And whether it rejects them where it need not, or accepts them where it must not.
+    Where it must reject these reductions, the result is without them.
     """
     count = mesh.size("pp") * (1 if RULES[name].is_single else 2)
     data, sizes = mesh.size("dp"), (model.config.hidden_size, model.config.vocab_size)
@@ -172,7 +172,7 @@ def pipelined(mesh, model, device, size, name, source, names, shape, is_wide, re
         "device": device,
         "loss_fn": lambda y, t: data * ((y - t) ** 2).sum() / 2,  # FSDP takes the mean over ranks of data
         "parallelize_fn": parallelize_by(shape, sizes, is_wide),
-        "module_fqns_per_model_part": names_of_stages(count) if names == "typed" else None,
+        "module_fqns_per_model_part": stage_names(count) if names == "typed" else None,
         "patch_stage_backward_maybe_with_nosync": reduction == "once",
         "reduce_grad_per_microbatch": reduction == "each",
         "seq_len": seq_len,
@@ -201,13 +201,14 @@ def is_rejected(*arguments, **options):
 def sharded_loss(mesh, token, target, weights, name, source, names, shape, is_wide, reduction, has_seq_len):
     """The loss of two steps on the rank of the last stage; the second step has one position less.
 
-    Also returned are mistakes: schedules that are rejected, stages whose shapes are sent.
+    It also returns a count of mistakes: reductions that are accepted wrongly, and stages that infer shapes they were
+    given, or do not infer missing ones.
     """
     size, astray = len(token) // MICROBATCHES, []
 
     def run(*values):
         model, seq_len = Decoder(values), token.shape[1] if has_seq_len else None
-        (schedule, parts, has_first, has_last, stages), is_astray = pipelined(
+        (schedule, parts, has_first, has_last, stages), is_astray = build_pipeline(
             mesh, model, token.device, size, name, source, names, shape, is_wide, reduction, seq_len
         )
         loss = values[0].new_zeros(())

@@ -39,7 +39,7 @@ ADVISED = [
     for is_single in (True, False)
     for rounding in ROUNDINGS
 ]
-UNEVEN = [(3, 7), (4, 9), (2, 1), (5, 10)]  # ranks, and stages that they cannot share but once
+UNEVEN = [(3, 7), (4, 9), (2, 1), (5, 10)]  # (ranks, stages); only 5 ranks can share theirs evenly
 
 
 def is_legal(stages, num_layers, pp_size, is_single):
@@ -48,8 +48,8 @@ def is_legal(stages, num_layers, pp_size, is_single):
     return not left and stages <= num_layers and (of_rank == 1 if is_single else of_rank > 1)
 
 
-def advised(num_layers, per_stage, pp_size, is_single, rounding):
-    """The number of stages; or the layers of a stage that are advised, and which roundings would do, too."""
+def expected_advice(num_layers, per_stage, pp_size, is_single, rounding):
+    """The number of stages; if it is not legal, the advised layers per stage and the roundings that would help."""
 
     def legal(size, how):
         return is_legal(reference.stages_by_search(num_layers, size, pp_size, how), num_layers, pp_size, is_single)
@@ -74,8 +74,8 @@ def multiple_above(pp_size, num_stages):
     return min(number for number in range(pp_size, 99, pp_size) if number >= num_stages)
 
 
-def even(pp_size, num_stages):
-    """The number of stages that are placed, or that are advised."""
+def placed_or_advised(pp_size, num_stages):
+    """The number of stages that `stage_to_rank` places, or that its error advises."""
     try:
         return len(stage_to_rank(pp_size, num_stages))
     except ValueError as error:
@@ -102,12 +102,12 @@ def test_virtual_stages_by_search(num_layers, per_stage, pp_size, rounding):
 
 @pytest.mark.parametrize("sizes", ADVISED, ids=str)
 def test_advice_on_virtual_stages(sizes):
-    assert advice(*sizes) == advised(*sizes)
+    assert advice(*sizes) == expected_advice(*sizes)
 
 
 @pytest.mark.parametrize(("ranks", "stages"), UNEVEN)
 def test_stages_that_ranks_share_evenly(ranks, stages):
-    assert even(ranks, stages) == multiple_above(ranks, stages)
+    assert placed_or_advised(ranks, stages) == multiple_above(ranks, stages)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_the_default_placement_is_a_loop():
         ((0, 2, 4, None), "style=None is not one of loop, v"),
     ],
 )
-def test_stages_that_cannot_be_are_rejected(given_as, words):
+def test_impossible_stages_are_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.stage_ids_this_rank: ") as rejection:
         stage_ids_this_rank(*given_as)
     assert words in str(rejection.value)
@@ -250,7 +250,7 @@ def test_virtual_stages_by_hand(given_as, result):
         ((8, None, 0, True), "pp_size=0 must be at least 1"),
     ],
 )
-def test_virtual_stages_that_cannot_be_are_rejected(given_as, words):
+def test_impossible_virtual_stages_are_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.calculate_virtual_stages: ") as rejection:
         calculate_virtual_stages(*given_as)
     assert words in str(rejection.value)

@@ -1,4 +1,4 @@
-"""Parity of pipelines whose stages FSDP shards: every way to a schedule, to stages and to their shapes."""
+"""Parity of pipelines whose stages FSDP shards, for every way to give a schedule, the stages and their shapes."""
 
 import jax.numpy as jnp
 import pytest
@@ -11,7 +11,7 @@ LAYERS = 5
 WEIGHTS = {"embedding": "v d pp=R dp=I", "layers": "l d e pp=R dp=I", "norm": "d pp=R dp=I", "head": "v d pp=R dp=I"}
 
 
-def of_both_lengths(token, target, embedding, layers, norm, head):
+def loss_for_two_lengths(token, target, embedding, layers, norm, head):
     def loss(token, target):
         x = embedding[token]
         for layer in layers:
@@ -23,7 +23,7 @@ def of_both_lengths(token, target, embedding, layers, norm, head):
 
 
 @scheme(
-    reference=of_both_lengths,
+    reference=loss_for_two_lengths,
     mesh={"pp": (1, 2), "dp": (1, 2)},
     inputs={"token": "b/dp s", "target": "b/dp s v pp=I", **WEIGHTS},
     outputs={"loss": "pp=P dp=P", "astray": "pp=P dp=P"},

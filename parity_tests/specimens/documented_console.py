@@ -26,8 +26,8 @@ def shape(printed: str) -> list[str]:
 def run_as_shown(block: str, folder: Path) -> tuple[int, list[str], list[str]]:
     """(status, printed text, the page's text) for a block of one command and its output.
 
-    Programs are `shardproof`, `pytest` and `python`, each of which a forked Python runs. A replay file of the page
-    stands for the one that is in the folder.
+    Programs are `shardproof`, `pytest` and `python`, each of which a forked Python runs. The name of a replay file
+    on the page stands for the replay file in the folder.
     """
     command, _, documented = block.partition("\n")
     program, *arguments = command.removeprefix("$ ").split()
@@ -40,7 +40,7 @@ def run_as_shown(block: str, folder: Path) -> tuple[int, list[str], list[str]]:
 
 
 def replaced(source: str, difference: str) -> str:
-    """The file with a diff of one line applied. Errors: ValueError if the old line is not once in it."""
+    """The file with a diff of one line applied. Errors: ValueError unless the file has the old line exactly once."""
     old, new = (line[1:] for line in difference.splitlines())
     if source.count(f"{old}\n") != 1:
         raise ValueError(f"the line {old!r} is {source.count(old)} times in the file")

@@ -1,4 +1,4 @@
-"""A scheme of one or two lines, with a sum over ranks to break, for tests of checks other than values."""
+"""Schemes of one or two lines, and a sum over ranks, for tests that break something other than values."""
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ class Sum(torch.autograd.Function):
 
 
 class Copy(torch.autograd.Function):
-    """The identity, whose backward is the sum: every rank of the group has the same cotangents of a sum."""
+    """The backward of `Sum`: the identity, since every rank has the same cotangent of a sum. Its own backward sums."""
 
     @staticmethod
     def forward(ctx, cotangent, group):

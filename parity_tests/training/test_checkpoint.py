@@ -151,7 +151,7 @@ def test_the_checkpoints_of_another_run_are_not_replaced_unasked(run):
     with pytest.raises(ValueError) as caught:
         checkpoint.check_unused(anew)
     assert str(caught.value) == (
-        f"--checkpoint {run.checkpoint}: has 2 checkpoints of an earlier run, of step 2 at last; go on from it by "
+        f"--checkpoint {run.checkpoint}: has 2 checkpoints of an earlier run, the last of step 2; go on from it by "
         "--resume, replace them by --overwrite, or give another folder"
     )
     checkpoint.check_unused(anew.replace(overwrite=True))

@@ -222,7 +222,7 @@ def test_a_run_that_begins_anew_replaces_all_when_told_to(tmp_path):
     run = small({}, steps=2, checkpoint=str(tmp_path), every=1)
     session.followed(run, KNOWN, "lockstep")
     steps = [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/done"))]
-    with pytest.raises(ValueError, match=r"has 2 checkpoints of an earlier run, of step 2 at last; go on from it by"):
+    with pytest.raises(ValueError, match=r"has 2 checkpoints of an earlier run, the last of step 2; go on from it by"):
         session.followed(run, KNOWN, "lockstep")
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.glob("*/done"))] == steps
     session.followed(run.replace(steps=1, overwrite=True), KNOWN, "lockstep")

@@ -9,7 +9,7 @@ from shardproof.verify_one_case import verify_case
 
 
 def calls_of_all(declared: Any, chunk_sizes: Iterable[int | None], **case: Any) -> set[tuple[str, str]]:
-    """(operation, phase) of the rows in a case's ledger, which every chunk size must have alike."""
+    """(operation, phase) of each row in a case's ledger. Every chunk size must have the same ledger."""
     ledgers = set()
     for chunk_size in chunk_sizes:
         report = verify_case(declared, declared.case(**case, chunk_size=chunk_size))

@@ -182,7 +182,7 @@ def test_every_combination(route, zero_outside_topk, calculate_entropy):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("v", [5, 7])
 def test_dtensor_shards_that_are_uneven(v, tp):
-    """A scheme of its own: a DTensor can state only DTensor's own sharding, and no draw of lengths has that."""
+    """This needs its own scheme: a DTensor can state only DTensor's uneven sharding, which no draw of lengths gives."""
 
     @scheme(mesh={"tp": (2, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, False), **DECLARED)
     def distillation_of_uneven_dtensor(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
@@ -222,7 +222,7 @@ def test_masked_columns_and_out_of_vocabulary_ids(route, zero_outside_topk):
     np.testing.assert_array_equal(scores.got[..., 2], np.zeros((1, 7)))
 
 
-def test_over_all_ids_both_choices_are_one():
+def test_both_choices_agree_if_k_is_the_vocabulary():
     """k = V: the sum over the k ids equals the sum over the vocabulary, term by term in the same order."""
     student, teacher = torch.from_numpy(normal(2, 4, 6)).float(), torch.from_numpy(normal(2, 4, 6, key=18)).float()
     ids = torch.arange(6).expand(2, 4, 6)

@@ -1,4 +1,4 @@
-"""Where the filtered tokens of a row begin, by mass: in rows where rounding decides it, sets cannot be compared."""
+"""The border of a row's kept tokens, judged by mass: where rounding decides, sets of tokens cannot be compared."""
 
 from fractions import Fraction
 
@@ -73,7 +73,7 @@ def test_at_the_border_the_sampled_tokens_are_right_by_mass(seed, kind, place, t
     for row, score, share, in_order, masses in zip(rows, scores, shares, order, before, strict=True):
         is_kept = share != 0
         count = int(is_kept.sum())
-        assert is_kept[in_order[:count]].all()  # upward closed, of equal ones the lowest ids
+        assert is_kept[in_order[:count]].all()  # the largest logits, and among equal ones the lowest ids
         assert count == 1 or masses[count - 1] < options["top_p"] + budget  # not enough without the last one
         mass = masses[count] if count < SIZE else 1.0
         assert mass >= options["top_p"] - budget

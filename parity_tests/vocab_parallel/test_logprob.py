@@ -124,17 +124,17 @@ def logprob_of_bfloat16_logits(mesh, logits, target, temperature):
     )
 
 
-def laid_out(logits, layout):
-    """A copy of the logits, whose memory the gradient is to be written into; of four dims it is the first row."""
+def copy_in_layout(logits, layout):
+    """A copy of the logits whose memory the gradient may overwrite. With four dims the logits are in row 0."""
     copy = logits.clone(memory_format=torch.contiguous_format)
     buffer = torch.cat([copy.flatten(), copy.new_zeros(1)])
     return {
         "contiguous": lambda: copy,
         "transposed": lambda: logits.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1),
         "stepped": lambda: torch.stack([logits, logits], -1)[..., 0],
-        "one": lambda: copy.as_strided((1, *copy.shape), (0, *copy.stride())),  # a stride that no step is taken by
+        "one": lambda: copy.as_strided((1, *copy.shape), (0, *copy.stride())),  # stride 0, which size 1 never uses
         "repeated": lambda: copy.expand(2, *copy.shape),
-        "windows": lambda: buffer.as_strided((2, *copy.shape), (1, *copy.stride())),  # the second an element later
+        "windows": lambda: buffer.as_strided((2, *copy.shape), (1, *copy.stride())),  # row 1 begins one element later
     }[layout]()
 
 
@@ -150,10 +150,10 @@ def laid_out(logits, layout):
 )
 @pytest.mark.cases
 def logprob_over_its_logits(mesh, logits, target, temperature, layout):
-    """The gradient replaces the logits, unless these share memory: then a copy's."""
+    """The gradient overwrites the logits. If elements of the logits share memory, it overwrites a copy."""
     start, end = owned_range(mesh)
     options = dict(vocab_start_index=start, vocab_end_index=end, temperature=temperature, with_entropy=True)
-    z = laid_out(logits, layout)
+    z = copy_in_layout(logits, layout)
     ids = target.expand(z.shape[:-1])
     try:
         scores = vp.vocab_parallel_logprob(z, ids, mesh["tp"], inplace_gradient=True, **options)
@@ -164,7 +164,7 @@ def logprob_over_its_logits(mesh, logits, target, temperature, layout):
     return tuple(x[0] if z.ndim > logits.ndim else x for x in scores)
 
 
-def judged(logits, target, tp, scheme=logprob_with_entropy, **options):
+def report_on(logits, target, tp, scheme=logprob_with_entropy, **options):
     """The report on given logits and targets."""
     b, s, v = logits.shape
     case = scheme.case(tp=tp, b=b, s=s, v=v, dtype="float32", **options)
@@ -180,8 +180,8 @@ def test_boundary_ids_and_out_of_vocabulary_ids(tp):
     v = 8
     width = v // tp
     borders = [id for start in range(0, v, width) for id in (start, start + width - 1)]
-    nobodys = [-100, -1, v, v + 7, 2**40]
-    target = np.array([[*borders, *nobodys]])
+    invalid_ids = [-100, -1, v, v + 7, 2**40]
+    target = np.array([[*borders, *invalid_ids]])
     case = CaseSpec(scheme="logprob", mesh={"tp": tp})
     logits = torch.from_numpy(normal(1, target.shape[1], v)).float()
 
@@ -196,7 +196,7 @@ def test_boundary_ids_and_out_of_vocabulary_ids(tp):
     for y, gradient in run(body, case).results:
         assert (y[0, len(borders) :] == 0.0).all() and (gradient[0, len(borders) :] == 0.0).all()
         assert (y[0, : len(borders)] < 0.0).all() and (gradient[0, : len(borders)] != 0.0).all()
-    judged(logits.double().numpy(), target, tp).raise_if_failed()
+    report_on(logits.double().numpy(), target, tp).raise_if_failed()
 
 
 MASKS = {
@@ -211,7 +211,7 @@ MASKS = {
 def test_masked_columns(mask, tp):
     logits, target = normal(1, 8, 8), np.arange(8)[None]  # every column is a target, the masked ones too
     logits[..., MASKS[mask]] = -np.inf
-    report = judged(logits, target, tp)
+    report = report_on(logits, target, tp)
     report.raise_if_failed()
     for tensor in report.tensors:
         assert not np.isnan(tensor.got).any()
@@ -242,7 +242,7 @@ def test_a_row_constant_changes_nothing():
 
 
 def test_gradients_of_a_row_cancel():
-    report = judged(normal(2, 5, 8), np.arange(10).reshape(2, 5) % 8, tp=4)
+    report = report_on(normal(2, 5, 8), np.arange(10).reshape(2, 5) % 8, tp=4)
     report.raise_if_failed()
     gradient = next(tensor for tensor in report.tensors if tensor.role == "gradient")
     assert (np.abs(gradient.got.sum(-1)) <= gradient.element_budgets.sum(-1)).all()
@@ -328,7 +328,7 @@ def test_parity_of_the_compiled_backend(sizes):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("width", [8, 8192])
 def test_a_target_whose_logit_overflows_has_no_gradient_of_zero(tp, width):
-    """+inf, as float16 makes it, is no id outside the vocabulary: score and gradient are NaN on every rank."""
+    """+inf, as float16 makes it, is not an id outside the vocabulary: score and gradient are NaN on every rank."""
 
     def body(mesh, case):
         start, end = width * mesh.rank("tp"), width * (mesh.rank("tp") + 1)

@@ -112,7 +112,7 @@ def test_columns_past_the_range_take_part_and_are_no_target(top_k, top_p):
         local = torch.arange(8.0).expand(3, 8)
         return plain(mesh["tp"], local, target, top_k, top_p, start=start, end=start + 5).tolist()
 
-    # The two largest logits, 7 and 7, are past the ranges; they alone have more than 0.4 of the mass, or are kept
-    # by three with the two sixes: ids 4 and 9 of logit 4 are filtered.
+    # The two largest logits, both 7, are in columns past the ranges. Together they have more than 0.4 of the mass, and
+    # top_k=3 keeps them and the two sixes. So ids 4 and 9, whose logit is 4, are filtered.
     scores = [-torch.inf, -torch.inf, 0.0]
     assert run(body, CaseSpec(scheme="sampling_params", mesh={"tp": 2})).results == (scores, scores)

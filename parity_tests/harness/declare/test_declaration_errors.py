@@ -72,7 +72,7 @@ def test_one_error_is_a_sentence():
 def test_an_argument_that_both_functions_take_is_to_be_added_to_the_inputs():
     with pytest.raises(ValueError) as caught:
         declared(lambda mesh, x, w: x * w, lambda x, w: x * w, {"x": "b/tp"}, "b/tp")
-    sentence = "takes 'w', as reference <lambda> does, which is not among the inputs: add it"
+    sentence = "takes 'w', as reference <lambda> does, but it is not among the inputs: add it"
     assert str(caught.value) == f"scheme '<lambda>': {sentence}"
 
 

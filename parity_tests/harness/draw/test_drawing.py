@@ -1,4 +1,4 @@
-"""Draws are the same from any chooser and in any process; and lengths of shards and sequences."""
+"""Draws of cases with every chooser and in another process; and of lengths of shards and sequences."""
 
 import hashlib
 import subprocess
@@ -19,7 +19,7 @@ from shardproof.draw.drawing import draw_case
 
 
 def test_seeded_chooser():
-    """The same seed picks the same; seeds differ; every option comes."""
+    """Equal seeds make equal choices, other seeds make others, and every option is chosen."""
     picks = [seeded_chooser(seed)(range(1000)) for seed in (3, 3, 4)]
     assert picks[0] == picks[1] != picks[2]
     choose = seeded_chooser(0)
@@ -95,13 +95,13 @@ def test_packed_lengths():
 
 
 def test_no_sequence_is_empty_if_so_declared():
-    """Nor is a dim so short that one would have to be."""
+    """A dim too short for that many sequences is rejected."""
 
-    def kept(mesh, x, cu):
+    def identity(mesh, x, cu):
         return x
 
     more = {"inputs": {"x": "t/tp:packed", "cu": "m"}, "outputs": "t/tp:packed", "mesh": {"tp": (1, 2)}}
-    declaration = declared(kept, lambda x, cu: x, draw={"cu": offsets("t", empty=False)}, **more)
+    declaration = declared(identity, lambda x, cu: x, draw={"cu": offsets("t", empty=False)}, **more)
     drawn = cases(declaration, 100)
     assert len({case.m for case in drawn}) > 2
     for case in drawn:
@@ -142,7 +142,7 @@ def test_even_examples_go_through_each_menu(seed):
     assert orders == again != other and even_chooser(0, seed)(menu) == "a"
 
 
-def test_a_text_for_an_option_that_is_true_or_false():
+def test_a_boolean_option_rejects_a_text():
     flagged = declared(lambda mesh, x, twice: x * 2, lambda x, twice: x * 2.0, options={"twice": (True, False)})
     with pytest.raises(ValueError) as caught:
         flagged.verify(twice="maybe")

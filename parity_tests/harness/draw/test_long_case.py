@@ -12,7 +12,7 @@ from shardproof.draw.profiles import EXAMPLES, profile
 from shardproof.engines.program import Program
 
 
-def biased(wide, **more):
+def scheme_with_bias(wide, **more):
     """Rows and a bias, whose gradient autograd adds up row by row, in the bias's dtype or in float32."""
 
     def function(mesh, x, bias):
@@ -31,7 +31,7 @@ def biased(wide, **more):
 
 
 class Found(Exception):
-    """Ends a run at its first failure: it looks for no smaller case."""
+    """Ends a run at its first failure, so that no time is spent on a smaller case."""
 
 
 def stop(report):
@@ -41,29 +41,29 @@ def stop(report):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_running_sum_in_bfloat16_is_a_mismatch(seed):
     with pytest.raises(Found) as found:
-        verify(biased(None), seed=seed, found=stop)
+        verify(scheme_with_bias(None), seed=seed, found=stop)
     (report,) = found.value.args
     assert report.verdict == "mismatch" and report.examples == EXAMPLES[profile()]
     assert [tensor.label for tensor in report.tensors if not tensor.ok] == ["d/d bias"]
 
 
 @pytest.mark.slow
-def test_its_report_has_a_smaller_case(tmp_path):
-    report = verify(biased(None), replay_folder=str(tmp_path))
+def test_a_smaller_case_is_reported(tmp_path):
+    report = verify(scheme_with_bias(None), replay_folder=str(tmp_path))
     assert (report.verdict, report.case.dtype) == ("mismatch", "bfloat16") and 256 < report.case.t < 1024
 
 
-def test_other_examples_do_not_show_it():
-    assert verify(biased(None), examples=20).ok
+def test_drawn_examples_do_not_show_the_running_sum():
+    assert verify(scheme_with_bias(None), examples=20).ok
 
 
 def test_a_sum_in_float32_passes():
-    report = verify(biased(torch.float32))
+    report = verify(scheme_with_bias(torch.float32))
     assert report.ok and report.examples == EXAMPLES[profile()]
 
 
 def test_all_numbers_lie_between_a_half_and_one():
-    declared = biased(None)
+    declared = scheme_with_bias(None)
     case = long_case(declared, {}, seed=0)
     assert (case.dtype, case.mesh) == ("bfloat16", {"tp": 2}) and LEAST <= case.t <= ELEMENTS
     program = Program.of(declared)
@@ -72,8 +72,8 @@ def test_all_numbers_lie_between_a_half_and_one():
     assert all(((array >= 0.5) & (array <= 1.0)).all() and np.unique(array).size > 2 for array in numbers)
 
 
-def test_it_is_recorded_like_any_case():
-    declared = biased(None)
+def test_the_long_case_is_recorded_like_any_case():
+    declared = scheme_with_bias(None)
     case = long_case(declared, {}, seed=0)
     recorded.check(declared, case)
     again = CaseSpec.from_json(case.json)
@@ -86,11 +86,11 @@ def test_it_is_recorded_like_any_case():
     [({"dtypes": ("float32",)}, {}), ({"dims": {"t": (8, 16)}}, {}), ({}, {"t": 8})],
     ids=["no bfloat16", "listed sizes", "a given size"],
 )
-def test_there_is_none(more, fixed):
-    assert long_case(biased(None, **more), fixed, seed=0) is None
+def test_schemes_without_a_long_case(more, fixed):
+    assert long_case(scheme_with_bias(None, **more), fixed, seed=0) is None
 
 
-def test_rows_of_a_reduction_that_an_output_has_are_not_long():
-    """Attention takes a number for each pair of rows."""
-    declared = biased(None, reduction=("t",))
+def test_rows_are_not_lengthened_where_outputs_reduce_over_them():
+    """Attention, for one, makes a number for each pair of rows."""
+    declared = scheme_with_bias(None, reduction=("t",))
     assert long_case(declared, {}, seed=0) is None

@@ -1,4 +1,4 @@
-"""The choice of shapes: few, the simplest first, some for every mesh, and as formulas demand; and its messages."""
+"""The choice of shapes: a few, the simplest first, at least one for every mesh, and all as the formulas of dims say."""
 
 import inspect
 import itertools
@@ -79,7 +79,7 @@ def test_the_first_shape_is_the_smallest():
 
 
 def test_each_mesh_has_a_shape_of_several_columns_per_rank_and_one_of_a_single_column():
-    """A rank with one row hides a swap of rows, and one column in all has the same softmax whatever the function."""
+    """A rank with one row hides a swap of rows, and the softmax of a single column is 1 for every function."""
     declaration = SCHEMES["one sharding"]
     shapes = size_choices.shapes(declaration, {}, size_choices.meshes(declaration, {}, None), 8)
     for tp in (1, 2, 4):

@@ -18,7 +18,7 @@ from parity_tests.specimens.engine_agreement import (
 from shardproof.declare.case import CaseSpec
 
 
-def coalesced(mesh: Any, case: CaseSpec) -> Pairs:
+def coalesced_calls(mesh: Any, case: CaseSpec) -> Pairs:
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
     a, b = initial_tensor(rank), initial_tensor(rank, shape=(4,))
     with dist._coalescing_manager(group):
@@ -109,7 +109,7 @@ def from_anybody(mesh: Any, case: CaseSpec) -> Pairs:
         yield line, [{"a": 1}]
 
 
-BODIES = (coalesced, messages, groups)
+BODIES = (coalesced_calls, messages, groups)
 
 
 @pytest.mark.parametrize("world", (2, 4))
@@ -125,7 +125,7 @@ def test_values_do_not_depend_on_the_interleaving(body, schedule):
 
 
 def test_world_of_one_takes_the_same_path():
-    verify(coalesced, "lockstep", {"tp": 1})
+    verify(coalesced_calls, "lockstep", {"tp": 1})
 
 
 @pytest.mark.parametrize("mesh", ({"pp": 2, "dp": 2, "tp": 2}, {"dp": 1, "tp": 2, "cp": 2}))

@@ -24,7 +24,7 @@ def run_compiled(function):
 
 
 def compiler(file):
-    """Three functions whose frames stand in a file of a compiler."""
+    """Three functions that seem to be defined in a compiler's file."""
     scope = {}
     exec(compile(SOURCE, f"/site-packages/{file}", "exec"), scope)
     return [types.FunctionType(scope[name].__code__, {}) for name in ("compile_for", "_bench", "run_compiled")]
@@ -56,7 +56,7 @@ def compiles_and_computes(mesh, case):
     return True
 
 
-def runs_what_is_compiled(mesh, case):
+def runs_compiled_code(mesh, case):
     def hangs():
         time.sleep(5 * QUIET_S)
 
@@ -79,7 +79,7 @@ def launches_a_tuned_kernel(mesh, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [runs_what_is_compiled, launches_a_tuned_kernel])
+@pytest.mark.parametrize("function", [runs_compiled_code, launches_a_tuned_kernel])
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_compiled_code_that_hangs_is_stalled(engine, function):
     with pytest.raises(Stalled):

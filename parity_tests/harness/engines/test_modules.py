@@ -36,7 +36,7 @@ def declared(function, up, down, **more):
     )(function)  # fmt: skip
 
 
-def accumulated(mesh, model, x, synchronise):
+def accumulate(mesh, model, x, synchronise):
     """The loss of a rank's share, over its micro-batches; the wrapper needs `synchronise(is_last)`."""
     total = x.new_zeros(())
     for index, batch in enumerate(x):
@@ -54,7 +54,7 @@ def with_ddp(mesh, x, parameters):
     def synchronise(is_last):
         wrapped.require_backward_grad_sync = is_last
 
-    return accumulated(mesh, wrapped, x, synchronise)
+    return accumulate(mesh, wrapped, x, synchronise)
 
 
 def with_fsdp2(mesh, x, parameters):
@@ -62,7 +62,7 @@ def with_fsdp2(mesh, x, parameters):
         model = Mlp(x.shape[2], mesh.total("f"), x.dtype)
     fully_shard(model, mesh=mesh.device_mesh)
     load_parameters(model.to_empty(device=x.device), parameters)
-    return accumulated(mesh, model, x, model.set_requires_gradient_sync)
+    return accumulate(mesh, model, x, model.set_requires_gradient_sync)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_ddp_with_micro_batches():
 def test_ddp_that_never_synchronises():
     def local(mesh, x, parameters):
         model = load_parameters(Mlp(x.shape[2], parameters["up"]["weight"].shape[0], x.dtype), parameters)
-        return accumulated(mesh, model, x, lambda is_last: None)
+        return accumulate(mesh, model, x, lambda is_last: None)
 
     assert declared(local, "f d dp=I", "d f dp=I").verify(examples=8).verdict == "mismatch"
 
@@ -99,7 +99,7 @@ def test_fsdp2_with_micro_batches(engine):
 def test_a_hook_that_averages_the_accumulated_gradient_at_each_micro_batch():
     """A defect of real plans: the first of m micro-batches is averaged m times."""
 
-    def averaged(mesh, x, parameters):
+    def average_each_time(mesh, x, parameters):
         model = load_parameters(Mlp(x.shape[2], parameters["up"]["weight"].shape[0], x.dtype), parameters)
 
         def average(parameter):
@@ -108,9 +108,9 @@ def test_a_hook_that_averages_the_accumulated_gradient_at_each_micro_batch():
 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(average)
-        return accumulated(mesh, model, x, lambda is_last: None)
+        return accumulate(mesh, model, x, lambda is_last: None)
 
-    report = declared(averaged, "f d dp=I", "d f dp=I").verify(examples=12)
+    report = declared(average_each_time, "f d dp=I", "d f dp=I").verify(examples=12)
     assert report.verdict == "mismatch" and report.case.dp == 4
 
 

@@ -65,13 +65,13 @@ class ScatterOfSum(torch.autograd.Function):
         return torch.cat(parts), None  # the mistake: other ranks' parts are zeros
 
 
-def scattered(mesh, x):
+def scatter_of_sum(mesh, x):
     return ScatterOfSum.apply(x.square().sum(-1), mesh["tp"])
 
 
 @pytest.mark.usefixtures("without_line_edits")
 def test_zeros_in_a_backward_where_other_ranks_have_gradients():
-    first = notes_of(scattered, lambda x: (x**2).sum(-1), outputs="b/tp", tp=2, b=4, v=8)[0]
+    first = notes_of(scatter_of_sum, lambda x: (x**2).sum(-1), outputs="b/tp", tp=2, b=4, v=8)[0]
     place = line_of(ScatterOfSum, "torch.cat")
     assert first == f"{RIGHT_ONCE}cat at {place} is the sum over all ranks of tp, not of each rank's own part"
 
@@ -126,7 +126,7 @@ class RowsOfTheLastId(torch.autograd.Function):
 
 
 @pytest.mark.usefixtures("without_line_edits")
-def test_equal_ids_of_which_one_has_a_gradient():
+def test_a_gradient_for_only_one_of_equal_ids():
     declaration = scheme(
         reference=lambda i, x: 1.0 * x[i], mesh={"tp": (1, 2)}, inputs={"i": "b", "x": "v d/tp"}, outputs="b d/tp",
         draw={"i": token_below("v"), "x": values("normal")}, dtypes=("float32",),
@@ -171,13 +171,13 @@ class RowsOfAnotherRank(torch.autograd.Function):
         return rows_of_the_rank(g, ctx.group, ctx.by), None, None  # the mistake: the same direction
 
 
-def of_the_rank_before(mesh, x):
+def add_previous_rank(mesh, x):
     return torch.tanh(x + 2 * torch.cat([RowsOfAnotherRank.apply(x[-1:], mesh["tp"], 1), x[:-1]]))
 
 
 def test_a_gradient_that_travels_in_the_direction_of_the_forward():
     note = notes_of(
-        of_the_rank_before, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), mesh={"tp": (1, 2, 3, 4)}, tp=3, b=3, v=3,
+        add_previous_rank, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), mesh={"tp": (1, 2, 3, 4)}, tp=3, b=3, v=3,
         inputs={"x": "b/tp v"}, outputs="b/tp v",
     )[0]  # fmt: skip
     line = line_of(RowsOfAnotherRank.backward, "rows_of_the_rank")
@@ -199,14 +199,14 @@ class GradientsOfAHalo(torch.autograd.Function):
         return own, None
 
 
-def of_the_row_before(mesh, x):
+def add_previous_row(mesh, x):
     padded = GradientsOfAHalo.apply(x, mesh["tp"])
     return torch.tanh(padded[1:] + 2 * padded[:-1])
 
 
-def test_rows_to_which_a_gradient_is_added():
+def test_a_gradient_added_to_the_wrong_rows():
     note = notes_of(
-        of_the_row_before, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), tp=2, b=6, v=3, inputs={"x": "b/tp v"},
+        add_previous_row, lambda x: jnp.tanh(x + 2 * jnp.roll(x, 1, 0)), tp=2, b=6, v=3, inputs={"x": "b/tp v"},
         outputs="b/tp v",
     )[0]  # fmt: skip
     line = line_of(GradientsOfAHalo.backward, "own[:1] +=")
@@ -228,7 +228,7 @@ class SumOfRanksAndOwn(torch.autograd.Function):
         return total, None
 
 
-def of_own_columns(mesh, x, w):
+def column_parallel(mesh, x, w):
     if mesh.size("tp") == 1:
         return torch.tanh(x @ w)
     return torch.tanh(SumOfRanksAndOwn.apply(x, mesh["tp"]) @ w)
@@ -236,7 +236,7 @@ def of_own_columns(mesh, x, w):
 
 def test_a_line_says_more_than_the_condition_above_it():
     note = notes_of(
-        of_own_columns, lambda x, w: jnp.tanh(x @ w), tp=2, b=3, d=2, v=4, inputs={"x": "b d tp=I", "w": "d v/tp"},
+        column_parallel, lambda x, w: jnp.tanh(x @ w), tp=2, b=3, d=2, v=4, inputs={"x": "b d tp=I", "w": "d v/tp"},
     )[0]  # fmt: skip
     line = line_of(SumOfRanksAndOwn.backward, "total + g")
     assert note == f"{RIGHT_ONCE}{line} has `total`, not `total + g`"

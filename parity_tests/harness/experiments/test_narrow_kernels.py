@@ -1,4 +1,4 @@
-"""Where torch's layer_norm adds up gradients in bfloat16, the note names it; its wider call is right."""
+"""A note names torch's layer_norm if it adds up gradients in bfloat16; a call in float32 is right."""
 
 import jax.numpy as jnp
 import pytest
@@ -42,7 +42,7 @@ def halved_gradient(mesh, x, weight, bias):
     return in_float32(mesh, x, weight, (bias + bias.detach()) / 2)
 
 
-def failing(function):
+def failing_report(function):
     """512 rows whose cotangents have one sign."""
     declared = norm(function, roundings=2)
     case = declared.case(tp=1, t=512, d=4, dtype="bfloat16")
@@ -52,7 +52,7 @@ def failing(function):
 
 @pytest.mark.usefixtures("without_line_edits")
 def test_the_call_is_named():
-    declared, report = failing(in_the_given_dtype)
+    declared, report = failing_report(in_the_given_dtype)
     assert check_notes(declared, report).notes["d/d bias"][0] == NAMED
 
 
@@ -62,5 +62,5 @@ def test_the_wider_call_is_right():
 
 @pytest.mark.usefixtures("without_line_edits")
 def test_another_mistake_is_not_the_kernels():
-    declared, report = failing(halved_gradient)
+    declared, report = failing_report(halved_gradient)
     assert report.verdict == "mismatch" and name_narrow_kernels(declared, report, report.notes) == report.notes

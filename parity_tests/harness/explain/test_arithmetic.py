@@ -1,4 +1,4 @@
-"""One number explains everything: factors, signs, constants, with or without a name."""
+"""Notes on errors that one number explains: a factor, a sign or a constant, with or without a name."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def test_constant_factor(factor, written):
     assert headline(factor * want, want) == f"off by the constant factor {written}: {MEANING}"
 
 
-def test_a_negative_factor_is_more_than_a_count():
+def test_a_negative_factor_is_an_opposite_sign_too():
     want = numbers(3, 4)
     assert headline(-4.0 * want, want) == f"off by the constant factor -4 (= -tp): the sign is opposite, and {MEANING}"
 
@@ -59,7 +59,7 @@ def test_one_element_is_less_certain():
     assert headline([20.0], [5.0]) == (f"off by the constant factor 4 (= tp): {MEANING}; rests on a single element")
     assert headline(20.0, 5.0).endswith("rests on a single element")
     assert headline([10.0], [5.0], axes={"tp": 4, "m": 8}) == "no pattern; worst at (0)"  # not m/tp
-    assert headline([3.65], [5.0]) == "no pattern; worst at (0)"  # any number is some factor
+    assert headline([3.65], [5.0]) == "no pattern; worst at (0)"  # for a single element some factor always fits
 
 
 def test_a_factor_without_a_name():
@@ -74,7 +74,7 @@ def test_a_factor_must_fit_everywhere():
     assert not any("factor" in note for note in explain(evidence(got, want)))
 
 
-def test_a_line_through_noise_is_no_factor():
+def test_a_factor_that_noise_could_give_is_not_reported():
     want = numbers(3) + 3
     blurred = Evidence("x", "output", want * 1.011 + numbers(3, seed=1) * 1e-3, want, np.full(3, 0.03), AXES)
     assert blurred.wrong_count and explain(blurred)[0].startswith("no pattern")
@@ -82,13 +82,13 @@ def test_a_line_through_noise_is_no_factor():
     assert explain(clear) == ("off by the constant factor 1.1: a scale is missing or wrong",)
 
 
-def test_a_fit_needs_two_values_that_are_not_lost_in_their_budget():
+def test_a_fit_needs_two_values_larger_than_their_budgets():
     want = np.array([5.0, 1e-13, 2e-13])
     assert headline(0.73 * want, want) == "no pattern; worst at (0)"
 
 
 def test_gradients_of_a_softmax_of_two_show_no_factor_at_each_index():
-    """Its two rows are opposite, so that one number fits each pair, whatever is wrong."""
+    """The two rows are opposite, so that one factor fits both values at each index, whatever is wrong."""
     row, other = numbers(4) + 3, numbers(4, seed=1) + 3
     want, got = np.stack([row, -row * (1 + 1e-9)]), np.stack([other, -other])
     assert not any("at each index" in note for note in explain(evidence(got, want, dims=("e", "d"))))
@@ -99,7 +99,7 @@ def test_gradients_of_a_softmax_of_two_show_no_factor():
     assert headline(got, want) == "no pattern; worst at (0)"
 
 
-def test_fine_elements_weigh_more_than_coarse_ones():
+def test_elements_of_smaller_budgets_weigh_more():
     want = np.array([1e6, 1.0, 2.0, 3.0])
     coarse = np.array([0.6, 0.0, 0.0, 0.0])  # within the budget of a million
     assert headline(want + 0.3 + coarse, want) == "off by the added constant 0.3"
@@ -201,8 +201,8 @@ def test_a_number_of_ranks_may_be_the_root_of_another():
     assert of_two.supported_by(of_four) == of_two and of_four[0].supported_by([of_two]) is None
 
 
-def test_a_root_beside_an_epsilon_is_the_root_all_the_same():
-    """An epsilon under the root moves each number by another little, far more than rounding does."""
+def test_a_root_with_an_epsilon_is_recognised():
+    """An epsilon under the root changes each number a little differently, far more than rounding does."""
     rng = np.random.default_rng(2)
     want, square = rng.normal(size=(4, 6)), rng.uniform(1.0, 1.2, size=(4, 1))
     got = want * np.sqrt((square + 1e-4) / (2 * square + 1e-4))

@@ -33,9 +33,9 @@ def test_the_simplest_name_is_reported():
     assert named({"dp": 8, "tp": 2, "cp": 4})[2.0] == "tp"  # not dp/cp
 
 
-def test_many_names_stay_few():
+def test_many_sizes_give_few_names():
     assert len(named_numbers({f"axis{i}": 2.0 + i for i in range(40)})) < 3**6
 
 
-def test_a_number_as_written():
+def test_the_text_of_a_number():
     assert [number_text(number) for number in (4.0, 0.125, 1 / 3, 1e300)] == ["4", "0.125", "0.3333", "1e+300"]

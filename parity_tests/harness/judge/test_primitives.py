@@ -36,8 +36,8 @@ def long_way(x):
     return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * x + 1.0), (0, x))[1]
 
 
-def running(x, y):
-    """Constants, a carry that starts without a tangent, elements in both directions, and a result of each turn."""
+def scans(x, y):
+    """Two scans with constants: a carry that starts without a tangent, both directions, and a result of each turn."""
     start = jnp.zeros(x.shape[1:])
     forward = lax.scan(lambda c, e: (c * y + e, (c * e, 2)), start, x)
     return forward, lax.scan(lambda c, e: (c + jnp.sin(e), c), start, x, reverse=True)
@@ -204,7 +204,7 @@ PROGRAMS = {
         each(lax.lt_to_p.bind, lax.le_to_p.bind, lambda x, y: lax.lt_to_p.bind(x > 0, y > 0), jnp.searchsorted),
         [np.array([-np.inf, -1.0, -0.0, 0.0, 2.0, np.nan]), np.array([-np.inf, 0.5, 0.0, -0.0, 2.0, -np.nan])],
     ),
-    "loops": (each(lambda x, y: long_way(x), running), [SQUARE, SQUARE[0]]),
+    "loops": (each(lambda x, y: long_way(x), scans), [SQUARE, SQUARE[0]]),
     "a loop that never turns": (lambda x: lax.scan(lambda c, e: (c + e, c), jnp.zeros(3), x), [np.zeros((0, 3))]),
 }  # fmt: skip
 
@@ -226,7 +226,7 @@ def normal(shape, seed=0):
 
 @st.composite
 def products(draw):
-    """dot_general of drawn batch, contracted and free dims, each side's in a drawn order."""
+    """dot_general with drawn batch, contracted and free dims; each operand has its dims in a drawn order."""
     letters = {name: draw(size) for name in "abcdef"}
     batch, inner = draw(st.sampled_from([("", "c"), ("a", "c"), ("ab", ""), ("a", "cd"), ("ab", "c")]))
     left = draw(st.permutations(batch + inner + draw(st.sampled_from(["", "e"]))))
@@ -330,7 +330,7 @@ class Rules(dict):
 
 
 def test_every_rule_is_in_a_program(monkeypatch):
-    """A rule that is added is added to a program above, or to a branch or a loop there."""
+    """Whoever adds a rule adds its primitive to a program above, or to a branch or a loop there."""
     rules = Rules(RULES)
     rules.used = set()
     monkeypatch.setattr(primitives, "RULES", rules)

@@ -237,7 +237,7 @@ def test_compiled_programs_do_not_pile_up(monkeypatch):
     first, again = ([evaluated(matmul, case).outputs["out"] for case in cases] for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert reference.CLOCK.count == before + 2 * len(cases)  # the second round found none of the first
-    assert len(kept_traces.of_reference(product)) <= 3
+    assert len(kept_traces.programs_of(product)) <= 3
 
 
 def test_arrays_passed_by_hand_replace_drawn_ones():

@@ -16,13 +16,13 @@ EVALUATIONS = {"numpy": by_numpy, "xla": lambda trace, has_tangent: by_xla(trace
 
 
 @pytest.fixture(autouse=True, scope="module")
-def started():
+def start_bridge():
     bridge.start()
 
 
 @pytest.fixture(params=EVALUATIONS)
 def rounding_errors(request):
-    """The derivative in the zero direction, which leaves the operations' errors; the first of DIRECTIONS."""
+    """The first tangent of a function's value; without `tangents` of the inputs it has the operations' errors alone."""
 
     def derivative(function, *arguments, unit=1.0, tangents=None, seed=0):
         signs = 2.0 * np.random.default_rng(seed).integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
@@ -39,7 +39,7 @@ def rounding_errors(request):
 X = np.array([0.5, -2.0, 3.0, 100.0])
 
 
-def test_one_operation_errs_by_its_result(rounding_errors):
+def test_an_operation_adds_a_rounding_of_its_result(rounding_errors):
     assert np.abs(rounding_errors(lambda x: x * x, X)).tolist() == (X * X).tolist()
     assert np.abs(rounding_errors(jnp.exp, X[:3], unit=2.0**-10)).tolist() == (np.exp(X[:3]) * 2.0**-10).tolist()
     assert set(np.sign(rounding_errors(lambda x: x * x, np.ones(100)))) == {-1.0, 1.0}
@@ -116,22 +116,22 @@ def test_an_output_that_depends_on_no_input(rounding_errors):
 
 
 def test_an_operation_without_a_numpy_rule_is_compiled(monkeypatch):
-    """A primitive, a parameter or a dtype; so is a program of large arrays."""
+    """The rule may lack the primitive, a parameter or a dtype. A program of large arrays is compiled too."""
 
-    def chosen(function, *arguments):
+    def has_rules(function, *arguments):
         return isinstance(evaluator(jax.make_jaxpr(function)(*arguments), [True], dict), TracedProgram)
 
-    assert chosen(jnp.sin, X)
-    assert chosen(jax.grad(lambda x: lax.scan(lambda c, e: (c * e, c), x.sum(), x)[1].sum()), X)
-    assert not chosen(lambda x: jnp.linalg.cholesky(x * jnp.eye(4)), X[:, None])
-    assert not chosen(lambda x: jnp.abs(jnp.fft.fft(x)), X)
-    assert not chosen(lambda x: (x.astype(jnp.bfloat16) * 2).astype(x.dtype), X)
-    assert not chosen(
+    assert has_rules(jnp.sin, X)
+    assert has_rules(jax.grad(lambda x: lax.scan(lambda c, e: (c * e, c), x.sum(), x)[1].sum()), X)
+    assert not has_rules(lambda x: jnp.linalg.cholesky(x * jnp.eye(4)), X[:, None])
+    assert not has_rules(lambda x: jnp.abs(jnp.fft.fft(x)), X)
+    assert not has_rules(lambda x: (x.astype(jnp.bfloat16) * 2).astype(x.dtype), X)
+    assert not has_rules(
         lambda x: lax.scan(lambda c, e: (jnp.sin(c), e), 1.0, None, length=2 * MAX_SCAN_OPERATIONS)[0] * x, X
     )
-    assert not chosen(jnp.sin, jax.ShapeDtypeStruct((LARGE + 1,), X.dtype))
+    assert not has_rules(jnp.sin, jax.ShapeDtypeStruct((LARGE + 1,), X.dtype))
     monkeypatch.delitem(RULES, "sin")
-    assert not chosen(jnp.sin, X)
+    assert not has_rules(jnp.sin, X)
 
 
 @pytest.mark.parametrize("missing", ["sin", "mul", "cond", "dot_general"])
@@ -143,14 +143,14 @@ def test_a_missing_rule_changes_no_verdict(missing, monkeypatch):
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(DIRECTIONS, POOL))
     tangents = 1e-9 * signs[:, : len(X)]
 
-    def evaluated():
+    def results():
         program = evaluator(jax.make_jaxpr(function)(X), [True], dict)
         values, result_tangents = program([X], [tangents], 1e-9 * signs)
         return isinstance(program, TracedProgram), np.asarray(values[0]), np.asarray(result_tangents[0])
 
-    by_rule = evaluated()
+    by_rule = results()
     monkeypatch.delitem(RULES, missing)
-    compiled = evaluated()
+    compiled = results()
     assert by_rule[0] and not compiled[0]
     for ours, theirs in zip(by_rule[1:], compiled[1:], strict=True):
         assert (np.abs(ours - theirs) <= len(X) * 2.0**-40 * np.abs(theirs).max()).all()

@@ -1,4 +1,4 @@
-"""Pictures of specs: strips typed by hand, and a figure that says the same in colours."""
+"""Pictures of specs: strips are compared with ones typed by hand, and the figure shows the same in colours."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -64,12 +64,12 @@ def test_custom_layouts_are_checked():
 
 
 def test_a_rank_of_a_custom_layout_may_hold_nothing():
-    """An empty list is float64 to NumPy."""
+    """NumPy makes an empty list a float64 array, which is no array of positions."""
 
-    def first_has_all(size, world):
+    def all_on_first_rank(size, world):
         return [list(range(size))] + [[]] * (world - 1)
 
-    options = {"layouts": {"mine": first_has_all}, "custom": ("mine",)}
+    options = {"layouts": {"mine": all_on_first_rank}, "custom": ("mine",)}
     assert picture("s/tp:mine", {"s": 4}, **options) == "s/tp:mine  0000"
     assert picture("s/tp:mine/cp:mine", {"s": 4}, **options) == "s/tp:mine          0000\ns/tp:mine/cp:mine  0000"
 
@@ -121,7 +121,7 @@ def bars(canvas):
     return [(paint, width) for _, _, paint, width in sorted(patches, key=lambda bar: (-bar[0], bar[1]))]
 
 
-def test_the_figure_has_a_bar_for_each_run_in_its_rank_s_colour():
+def test_each_run_has_a_bar_in_the_colour_of_its_rank():
     spec = parse("s/cp:dual_chunk_swap v/tp", ("cp", "tp"))
     painted = bars(figure({"x": spec}, {"s": 16, "v": 6}, MESH))
     expected = [0, 1, 2, 3, 2, 1, 0, 0, 1]

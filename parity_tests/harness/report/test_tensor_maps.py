@@ -1,4 +1,4 @@
-"""The maps of a tensor: each element's owner and error as the report has them, and no more cells than can be seen."""
+"""The maps of a tensor show each element's owner and error as the report has them, in few enough cells to see."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from shardproof.report.tensor_maps import LEGEND, LEVELS, holders, level, maps
 from shardproof.verify_one_case import verify_case
 
 
-def third_off(mesh, x):
+def off_at_position_2(mesh, x):
     return x + 1.0 * (mesh.global_ids("s") == 2)
 
 
@@ -27,7 +27,7 @@ def report_of(function, mesh, inputs="b s/cp", **sizes):
 
 
 def test_a_cross_and_a_colour_for_each_wrong_element():
-    report = report_of(third_off, {"cp": 2}, b=2, s=4)
+    report = report_of(off_at_position_2, {"cp": 2}, b=2, s=4)
     tree = read(as_text(maps(report)))
     (cross,) = tree.all("path", "cross")
     assert cross.attributes["d"].count("M") == 2  # the third of four, in both rows
@@ -41,7 +41,7 @@ def test_a_cross_and_a_colour_for_each_wrong_element():
 
 
 def test_owners_are_ranks_of_the_world():
-    report = report_of(third_off, {"tp": 2, "cp": 2}, "b/tp s/cp", b=2, s=4)
+    report = report_of(off_at_position_2, {"tp": 2, "cp": 2}, "b/tp s/cp", b=2, s=4)
     assert holders(report.tensors[0], report.case.mesh).tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
     tree = read(as_text(maps(report)))
     owners = tree.all("figure")[1]
@@ -54,7 +54,7 @@ def test_the_worst_copy_is_drawn():
     assert holders(report.tensors[0], report.case.mesh).tolist() == [[2, 2, 3, 3]]
 
 
-def test_a_tensor_of_another_case_than_the_heading_names_its_case():
+def test_a_tensor_from_another_case_names_that_case():
     report = report_of(lambda mesh, x: x, {"cp": 2}, b=2, s=4)
     assert "worst in" not in read(as_text(maps(report))).text
     other = report.case.replace(dims={"b": 2, "s": 22}, conditions={"no_grad": True})
@@ -84,7 +84,7 @@ def test_a_large_tensor_has_no_more_cells_than_can_be_seen():
     assert "each cell stands for up to 63 elements" in as_text(owner_map(ranks, "owner"))  # 3 rows of 21 columns
 
 
-def test_a_scalar_and_nothing():
+def test_a_scalar_and_an_empty_tensor():
     report = report_of(lambda mesh, x: x, {"cp": 2}, "cp=I")
     assert len(read(as_text(maps(report))).all("figure")) == 2
     empty = report_of(lambda mesh, x: x, {"cp": 2}, "b s/cp", b=0, s=4)

@@ -1,4 +1,4 @@
-"""What a process has started by a keeper, or tied to itself, ends with it and leaves no process behind."""
+"""A process that starts commands by a keeper, or ties processes to itself, leaves none behind when it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ while "leaves" not in left or len(open(file).readlines()) < 3:
 sys.exit(3)
 """
 
-# Starts processes in the ways of the programs of evidence, the last one in a thread that ends before them.
+# Starts processes as the programs of evidence do. `in_a_thread` starts one in a thread that ends before it.
 STARTER = """
 import os, subprocess, sys, threading, time
 from parity_tests.evidence.workers import Workers
@@ -69,7 +69,7 @@ def has_come(so_far: Callable[[], bool]) -> bool:
 
 
 class Tree:
-    """A command that starts a child and a grandchild, and the ids of those that have begun."""
+    """A command that starts a child and a grandchild, and the ids of the processes that have begun."""
 
     def __init__(self, folder: Path, *last: str) -> None:
         self._ids, file = folder / "ids", folder / "tree.py"

@@ -23,7 +23,7 @@ LOADED = 2.0  # how much slower a machine may be that runs other work beside the
 # A user's script: no main guard, functions in __main__.
 SCRIPT = """
     import os, signal, subprocess, sys, time
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal; what a shell starts with & ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal; & ignores it
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     import torch, torch.distributed as dist
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""The fork server's side of its socket when the parent ends."""
+"""The fork server reads lines from its parent, notices the parent's end, and imports ahead what is safe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.engines.processes.server import _import, _serve, warm
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("sent", [b"", b'{"kill": [1'])
-def test_a_parent_that_ends_within_a_line_has_ended(sent: bytes) -> None:
+def test_serving_ends_when_the_parent_ends_within_a_line(sent: bytes) -> None:
     parent, served = socket.socketpair()
     with parent, served:
         parent.sendall(sent)
@@ -22,7 +22,7 @@ def test_a_parent_that_ends_within_a_line_has_ended(sent: bytes) -> None:
         assert not _serve(served, set(), (0, 0))
 
 
-def test_a_line_that_comes_in_two_reads_is_one() -> None:
+def test_a_line_may_come_in_two_reads() -> None:
     parent, served = socket.socketpair()
     with parent, served:
         parent.sendall(b'{"kill": ')

@@ -49,7 +49,7 @@ def trained(net: nn.Module, batch: Tensor, forward: Callable[[Tensor], Tensor] |
 
 
 @together(DeviceMesh, "get_group", "get_all_groups", "size", "get_rank", "get_local_rank", "get_coordinate")
-def asked_of_a_mesh(mesh: Any) -> list:
+def mesh_queries(mesh: Any) -> list:
     whole, tp = mesh.device_mesh, mesh.device_mesh["tp"]
     groups = [whole.get_group("dp"), tp.get_group(), *whole.get_all_groups()]
     members = [dist.get_process_group_ranks(group) for group in groups]
@@ -57,14 +57,14 @@ def asked_of_a_mesh(mesh: Any) -> list:
 
 
 @runs(DeviceMesh, "from_group")
-def mesh_of_groups(mesh: Any, function: Callable) -> list:
+def mesh_from_group(mesh: Any, function: Callable) -> list:
     made = function(mesh["tp"], "cpu", mesh_dim_names=("tp",))
     return [made.size(), made.get_local_rank(), distribute_tensor(numbers(4, rank=0), made, [Shard(0)])]
 
 
 @runs(tensor, "distribute_tensor")
 def distributed(mesh: Any, function: Callable) -> list[Tensor]:
-    x = function(numbers(5, 6), mesh.device_mesh, [Shard(0), Shard(1)])  # of the first rank
+    x = function(numbers(5, 6), mesh.device_mesh, [Shard(0), Shard(1)])  # the values come from the first rank
     return [x.to_local(), x]
 
 
@@ -91,7 +91,7 @@ def made_empty(mesh: Any, function: Callable) -> Tensor:
 
 
 @runs(tensor, "linspace", "logspace")
-def made_in_steps(mesh: Any, function: Callable) -> list[Tensor]:
+def made_with_steps(mesh: Any, function: Callable) -> list[Tensor]:
     x = function(0, 4, 5, device_mesh=mesh.device_mesh["tp"], placements=[Shard(0)])
     return [x.to_local(), x]
 
@@ -109,11 +109,11 @@ PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial(), Partial("max"))
 
 @together(DTensor, "redistribute")
 def redistributed(mesh: Any) -> list[Tensor]:
-    """Between any two placements of one axis, and of both; sizes that divide evenly and that do not."""
+    """From each placement to each other, on one axis and on two, with divisible sizes and others."""
     values, one = [], mesh.device_mesh["tp"]
     for (source, target), rows in product(permutations(PLACEMENTS, 2), (4, 5)):
         if isinstance(target, Partial):
-            continue  # torch makes no other partial sum, and of a whole value only in a backward
+            continue  # torch makes a partial value only from a replicated one, and only in a backward
         x = redistributable(one, [source], rows)
         values.append(x.redistribute(placements=[target]).to_local())
     both = [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Replicate(), Shard(0)), (Partial(), Shard(1))]
@@ -184,10 +184,10 @@ def sharded(mesh: Any, **options: Any) -> Any:
 
 @runs(fsdp, "fully_shard")
 def fully_sharded(mesh: Any, function: Callable) -> list[list[Tensor]]:
-    one = function(network(), mesh=mesh.device_mesh["tp"], reshard_after_forward=False)
-    half = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    every = [trained(net, numbers(2, 4)) for net in (sharded(mesh), sharded(mesh, mp_policy=half), one)]
-    return every
+    unresharded = function(network(), mesh=mesh.device_mesh["tp"], reshard_after_forward=False)
+    in_bfloat16 = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    nets = sharded(mesh), sharded(mesh, mp_policy=in_bfloat16), unresharded
+    return [trained(net, numbers(2, 4)) for net in nets]
 
 
 @runs(fsdp, "register_fsdp_forward_method")
@@ -259,7 +259,7 @@ def unsharded_ahead(mesh: Any) -> list[Tensor]:
     return trained(net, numbers(2, 4))
 
 
-class Scattered:
+class CustomReduceScatter:
     """A custom reduce_scatter: the default collective, with memory from torch."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -269,16 +269,16 @@ class Scattered:
         return dist.distributed_c10d._reduce_scatter_base(output_tensor, input_tensor, op, group, async_op)
 
 
-class Gathered(Scattered):
+class CustomAllGather(CustomReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         return dist.distributed_c10d._all_gather_base(output_tensor, input_tensor, group, async_op)
 
 
 @together(FSDPModule, "set_custom_all_gather", "set_custom_reduce_scatter")
-def with_collectives_of_ones_own(mesh: Any) -> list[Tensor]:
+def with_custom_collectives(mesh: Any) -> list[Tensor]:
     net = sharded(mesh)
-    net.set_custom_all_gather(Gathered())
-    net.set_custom_reduce_scatter(Scattered())
+    net.set_custom_all_gather(CustomAllGather())
+    net.set_custom_reduce_scatter(CustomReduceScatter())
     return trained(net, numbers(2, 4))
 
 
@@ -317,7 +317,7 @@ def scheduled(schedule: Any, mesh: Any, per_rank: int, is_v: bool) -> list:
     return [out, [loss.detach() for loss in losses], *gradients]
 
 
-def run_by(per_rank: int, is_v: bool = False) -> Callable[[Any, Callable], list]:
+def schedule_runner(per_rank: int, is_v: bool = False) -> Callable[[Any, Callable], list]:
     return lambda mesh, schedule: scheduled(schedule, mesh, per_rank, is_v)
 
 
@@ -326,6 +326,6 @@ def staged(mesh: Any) -> list:
     return scheduled(pipelining.ScheduleGPipe, mesh, per_rank=1, is_v=False)
 
 
-runs(pipelining, "Schedule1F1B")(run_by(1))
-runs(pipelining, "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")(run_by(2))
-runs(pipelining, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")(run_by(2, is_v=True))
+runs(pipelining, "Schedule1F1B")(schedule_runner(1))
+runs(pipelining, "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")(schedule_runner(2))
+runs(pipelining, "ScheduleZBVZeroBubble", "ScheduleDualPipeV")(schedule_runner(2, is_v=True))
