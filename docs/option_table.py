@@ -1,4 +1,4 @@
-"""What schemes draw: each option of a public function, its documented values, and those that no scheme has."""
+"""A table of each option of a public function: its documented values, and the schemes that draw each value."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Option:
 
 
 def documented_values(annotation: Any, default: Any) -> tuple[str, ...]:
-    """The values that an annotation lists; of an optional argument None and any, of a number its default and any."""
+    """The values that an annotation lists; else NONE and GIVEN if it is optional, DEFAULT and OTHER if not."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         kinds = [kind for kind in annotation.__metadata__ if isinstance(kind, OneOf)]
@@ -64,7 +64,7 @@ def documented_values(annotation: Any, default: Any) -> tuple[str, ...]:
     return (DEFAULT, OTHER) if default is not inspect.Parameter.empty else ()
 
 
-def called(function: PublicName) -> Any:
+def python_function(function: PublicName) -> Any:
     """The function itself, the forward of an autograd function, or a class's constructor."""
     value = function.value
     if not isinstance(value, type):
@@ -74,7 +74,7 @@ def called(function: PublicName) -> Any:
 
 def options_of(function: PublicName) -> Iterator[Option]:
     """The options of a function, or of a class's constructor: arguments with more than one documented value."""
-    target = called(function)
+    target = python_function(function)
     try:
         hints = typing.get_type_hints(target, include_extras=True)
     except (NameError, TypeError, AttributeError):  # names that only a type checker imports
@@ -95,7 +95,7 @@ def values_of(scheme: Declared, option: Option) -> Iterator[str]:
         return
     passed = [value for name, value in arguments(scheme.fn, option.function) if name == option.name]
     if not passed and any(name is None for name, _ in arguments(scheme.fn, option.function)):
-        passed = [ast.Name(option.name)] * mentions(scheme.fn, option.name)  # in what stands behind two asterisks
+        passed = [ast.Name(option.name)] * mentions(scheme.fn, option.name)  # passed by **keywords
     for value in passed:
         yield from values_of_expression(value, option, scheme)
     if not passed and option.default is not inspect.Parameter.empty:
@@ -103,7 +103,7 @@ def values_of(scheme: Declared, option: Option) -> Iterator[str]:
 
 
 def values_of_expression(value: ast.expr, option: Option, scheme: Declared) -> Iterator[str]:
-    """The documented values that an argument in a scheme's code may have; a condition is true in some cases."""
+    """The documented values that an argument in a scheme's code may have; a conditional expression has both."""
     if isinstance(value, ast.Constant):
         yield option.value_of(value.value)
     elif isinstance(value, ast.Name) and value.id in scheme.all_options:
@@ -133,7 +133,7 @@ def mentions(fn: Any, name: str) -> bool:
 @cache
 def arguments(fn: Any, function: PublicName) -> tuple[tuple[str | None, ast.expr], ...]:
     """The arguments, with their names, of the calls of a public function in a scheme's function and its helpers."""
-    names = [*inspect.signature(called(function)).parameters]
+    names = [*inspect.signature(python_function(function)).parameters]
     names = names[names[0] in ("self", "ctx") :]
     found: list[tuple[str | None, ast.expr]] = []
     for tree in trees(fn):
