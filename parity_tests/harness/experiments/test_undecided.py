@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from shardproof import scheme, values
 from shardproof.draw.strategy import every_case
@@ -334,6 +334,19 @@ def test_a_mistake_beside_such_a_jump_is_a_mismatch(function, promise):
     declaration = clipped_ratio(function, **promise)
     report = verify_case(declaration, declaration.case(seed=0))
     assert mark_undecided(declaration, report).verdict == "mismatch"
+
+
+def test_a_wrong_integer_beside_bfloat16_is_a_mismatch():
+    """An integer has no rounding, of which a stored intermediate would have one more."""
+
+    def last(mesh, x) -> Int[torch.Tensor, "t"]:
+        return x.argmax(-1) + 1
+
+    declaration = scheme(
+        reference=lambda x: x.argmax(-1), mesh={"dp": (1, 2)}, inputs={"x": "t/dp e"}, outputs="t/dp",
+        dims={"e": (8,)}, dtypes=("bfloat16",), draw={"x": values("normal")},
+    )(last)  # fmt: skip
+    assert verify_or_undecided(declaration, declaration.case(dp=1, t=4, e=8)).verdict == "mismatch"
 
 
 def router(function):
