@@ -60,6 +60,29 @@ class Shifted(torch.autograd.Function):
         return cotangent * ctx.saved_tensors[0] ** 2
 
 
+class Exchanged(torch.autograd.Function):
+    """Its forward hands squares to other ranks by a plain collective; its backward leaves out the square."""
+
+    is_async = False
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        sent = [part.contiguous() for part in (x * x).chunk(dist.get_world_size(group), -1)]
+        received = [torch.empty_like(part) for part in sent]
+        work = dist.all_to_all(received, sent, group=group, async_op=Exchanged.is_async)
+        if work is not None:
+            work.wait()
+        return torch.cat(received, 0)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        sent = list(cotangent.chunk(dist.get_world_size(ctx.group), 0))
+        received = [torch.empty_like(part) for part in sent]
+        dist.all_to_all(received, [part.contiguous() for part in sent], group=ctx.group)
+        return torch.cat(received, -1), None
+
+
 def normalised(mesh, x, w):
     weights = Exponentials.apply(Doubled.apply(x), mesh["tp"])
     return summed((weights * w).sum(-1), mesh["tp"])
@@ -94,6 +117,32 @@ def test_the_function_with_the_wrong_backward_is_named(function, reference, wron
     assert report.notes["d/d x"] == (
         f"forward equal, gradient not: the backward of {place} is not the derivative of its forward",
     )
+
+
+@pytest.mark.usefixtures("without_line_edits")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_forward_that_exchanges_is_differentiated(is_async, monkeypatch):
+    monkeypatch.setattr(Exchanged, "is_async", is_async)
+    wrong_scheme = declared(
+        lambda mesh, x: Exchanged.apply(x, mesh["tp"]), lambda x: x * x, {"x": "b/tp v"}, "b v/tp",
+        mesh={"tp": (1, 2)}, draw={"x": values("normal")},
+    )  # fmt: skip
+    line = inspect.getsourcelines(Exchanged.backward)[1] + 1  # below its decorator
+    place = f"Exchanged at test_wrong_backwards.py:{line}"
+    assert wrong_scheme.verify().notes["d/d x"] == (
+        f"forward equal, gradient not: the backward of {place} is not the derivative of its forward",
+    )
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_no_function_is_named_for_a_collective_beside_it():
+    def cut(mesh, x):
+        parts = [torch.empty_like(x) for _ in range(mesh.size("tp"))]
+        dist.all_gather(parts, Doubled.apply(x).contiguous(), group=mesh["tp"])
+        return torch.cat(parts, 0)
+
+    wrong_scheme = declared(cut, lambda x: 2.0 * x, {"x": "b/tp"}, "b tp=R", mesh={"tp": (1, 2)})
+    assert not any("is not the derivative" in note for note in wrong_scheme.verify().notes["d/d x"])
 
 
 @pytest.mark.usefixtures("without_line_edits")

@@ -1,13 +1,15 @@
 """Name the hand-written backward that is not the derivative of its forward, where a gradient is wrong on one rank.
 
-On one rank the collectives of a forward change nothing, so that autograd can differentiate the forward itself. A
-torch.autograd.Function is named if every gradient is right once autograd does so, in the case and in a larger one.
+On one rank the collectives of a forward change nothing: they copy their input, which has a derivative. So autograd can
+differentiate the forward itself. A torch.autograd.Function is named if every gradient is right once autograd does so,
+in the case and in a larger one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,9 @@ import torch
 from torch.autograd import Function
 
 from shardproof.declare.declared import Declared
+from shardproof.engines.ledger import LedgerRow
+from shardproof.engines.lockstep.call import CommunicationCall
+from shardproof.engines.lockstep.repair import NO_POISON, Repair, under
 from shardproof.experiments import cases
 from shardproof.experiments.unsummed_edges import Edge, Graph, place_of_backward, with_graph
 from shardproof.explain.clues import FORWARD_EQUAL
@@ -58,11 +63,26 @@ def _that_makes_right(scheme: Declared, failing: Report) -> Edge | None:
     verify_case(scheme, failing.case, wrap_program=with_graph(lambda mesh, own: graph.extend(own)))
     functions = {(edge.operation, edge.source): edge for edge, _, _ in graph if edge.is_handwritten}
     larger = cases.larger(scheme, failing.case, 2, values=False)
+    copied = under(_DifferentiableCopies("", "", "fwd", NO_POISON))
     for edge in list(functions.values())[:MAX_FUNCTIONS]:
         with _in_the_open(edge):
-            if all(report.ok for report in cases.reports(scheme, [failing.case, larger])):
+            if all(report.ok for report in cases.reports(scheme, [failing.case, larger], copied)):
                 return edge
     return None
+
+
+@dataclass(frozen=True)
+class _DifferentiableCopies(Repair):
+    """On one rank every collective copies its input, and autograd sees it."""
+
+    def concerns(self, row: LedgerRow, action: str) -> bool:
+        return action == self.action
+
+    def mend_results(self, calls: Sequence[CommunicationCall]) -> None:
+        for call in calls:
+            for output, source in zip(call.outputs, call.sources, strict=False):  # a broadcast's root has no output
+                if output is not source:
+                    output.copy_(source.reshape(output.shape))
 
 
 @contextmanager
