@@ -32,6 +32,7 @@ from shardproof.experiments.narrow_tensors import has_narrow_tensors
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines, name_missing_sums
 from shardproof.experiments.rounding_errors import MIN_ELEMENTS, vanishes
+from shardproof.experiments.unequal_shards import name_unequal_shards
 from shardproof.experiments.unused_inputs import name_unused_inputs
 from shardproof.experiments.wrong_backwards import name_wrong_backwards
 from shardproof.experiments.zeros_of_values import name_zeros_of_values
@@ -79,8 +80,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     Cost: up to 6 further cases, 14 if larger ones pass; up to 8 for each note on rounding and 4 for a note on an addend
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
     the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
-    each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards; up to 1 + MOST_READS for an input
-    that is counted on every rank; 1 for zeros.
+    each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards; up to 6 for unequal shards; up to
+    1 + MOST_READS for an input that is counted on every rank; 1 for zeros.
     """
     # The function's own warnings were shown before; an edit may warn of operations that the function does not have.
     with warnings.catch_warnings(action="ignore"):
@@ -110,8 +111,8 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     # 4. One collective more or less that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
     # 5. If that names nothing: an edit of one line, of two operations at once, of an input of the reference. Then the
-    # inputs that no output depends on, the collectives that lose a gradient, the lines that lack a sum, and a wrong
-    # backward.
+    # inputs that no output depends on, the collectives that lose a gradient, the lines that lack a sum, a wrong
+    # backward, and the shards that show the mistake.
     notes = name_edited_line(scheme, report, failing, notes)
     notes = name_edits_of_two(scheme, report, failing, notes)
     notes = name_edited_inputs(scheme, report, failing, notes)
@@ -119,6 +120,7 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     notes = name_detached_transfers(scheme, report, name_unused_inputs(scheme, report, failing, notes))
     notes = name_missing_sums(scheme, report, failing, notes)
     notes = name_wrong_backwards(scheme, report, notes)
+    notes = name_unequal_shards(scheme, report, notes)
     notes = {label: _without_beginnings(_without_rounding(each)) for label, each in notes.items()}
     notes = name_counted_inputs(scheme, report, failing, notes)
     notes = name_zeros_of_values(scheme, report, notes)

@@ -42,7 +42,7 @@ def name_unused_inputs(scheme: Declared, report: Report, failing: Sequence[Repor
     Cost: up to MOST_CASES * MOST_VALUES runs for each input.
     """
     by_label = dict(notes)
-    unnamed = [label for label in wrong_outputs(report) if all(map(_says_a_place, notes.get(label, ())))]
+    unnamed = [label for label in wrong_outputs(report) if all(map(says_a_place, notes.get(label, ())))]
     if not unnamed:
         return by_label
     clearest = sorted([report, *failing], key=lambda other: -sum(tensor.want.size for tensor in other.tensors))
@@ -61,7 +61,7 @@ def name_unused_inputs(scheme: Declared, report: Report, failing: Sequence[Repor
     return by_label
 
 
-def _says_a_place(note: Note) -> bool:
+def says_a_place(note: Note) -> bool:
     return note.startswith((NO_PATTERN, "wrong only", "right only")) or f" {IN_THIS_CASE}" in note
 
 
