@@ -176,9 +176,10 @@ def of_a_third_more(mesh, x):
     return all_reduce(x.sum(0), mesh["tp"]) * (4.0 / 3.0)
 
 
-def test_a_factor_without_a_meaning_hides_no_line():
-    """That a column is 1.333 times too large says less than where the number stands."""
-    note = first_note(of_a_third_more, lambda x: 1.0 * x.sum(0), {"x": "b/tp d"}, "d tp=I", {"tp": 2, "b": 8, "d": 4})
+def test_a_factor_without_a_meaning_is_left_out_beside_its_line():
+    """A report prints an edit that several tensors share below them, so that 1.333 would be its first note."""
+    case = {"tp": 2, "b": 8, "d": 4}
+    (note,) = notes_on_case(of_a_third_more, lambda x: 1.0 * x.sum(0), {"x": "b/tp d"}, "d tp=I", case)["out"]
     assert note.startswith(f"{RIGHT_ONCE}{line_of(of_a_third_more, '4.0')} has `")
 
 

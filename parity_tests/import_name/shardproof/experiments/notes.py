@@ -23,8 +23,8 @@ from shardproof.experiments import cases
 from shardproof.experiments.counted_inputs import name_counted_inputs
 from shardproof.experiments.detached_transfers import name_detached_transfers
 from shardproof.experiments.edited_inputs import name_edited_inputs
-from shardproof.experiments.edited_lines import name_edited_line
-from shardproof.experiments.edited_programs import name_edits, name_edits_of_two
+from shardproof.experiments.edited_lines import OR_CALLED, name_edited_line
+from shardproof.experiments.edited_programs import RIGHT_ONCE, name_edits, name_edits_of_two
 from shardproof.experiments.first_overflow import name_first_overflow
 from shardproof.experiments.foreign_ids import name_foreign_ids
 from shardproof.experiments.narrow_kernels import name_narrow_kernels
@@ -36,7 +36,7 @@ from shardproof.experiments.unequal_shards import name_unequal_shards
 from shardproof.experiments.unused_inputs import name_unused_inputs
 from shardproof.experiments.wrong_backwards import name_wrong_backwards
 from shardproof.experiments.zeros_of_values import name_zeros_of_values
-from shardproof.explain.arithmetic import SMALL_ERROR
+from shardproof.explain.arithmetic import SMALL_ERROR, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
 from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
@@ -121,7 +121,7 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     notes = name_missing_sums(scheme, report, failing, notes)
     notes = name_wrong_backwards(scheme, report, notes)
     notes = name_unequal_shards(scheme, report, notes)
-    notes = {label: _without_beginnings(_without_rounding(each)) for label, each in notes.items()}
+    notes = {label: _without_beginnings(_without_guesses(each)) for label, each in notes.items()}
     notes = name_counted_inputs(scheme, report, failing, notes)
     notes = name_zeros_of_values(scheme, report, notes)
     notes = name_narrow_kernels(scheme, report, notes)
@@ -142,10 +142,13 @@ def _referring_to_gradients(report: Report, notes: Mapping[str, Sequence[Note]])
     return by_label
 
 
-def _without_rounding(notes: Sequence[Note]) -> tuple[Note, ...]:
-    """The notes on one tensor; notes on rounding go if the repair of a line makes the tensor right."""
+def _without_guesses(notes: Sequence[Note]) -> tuple[Note, ...]:
+    """The notes on one tensor, without those that a line explains: on rounding, on a number without a meaning."""
     is_repaired = any(note.startswith(f"{FORWARD_EQUAL}: ") for note in notes)
-    return tuple(note for note in notes if not (is_repaired and note.scope == ROUNDING))
+    is_edited = any(note.startswith(RIGHT_ONCE) and OR_CALLED not in note for note in notes)
+    rounding = [note for note in notes if is_repaired and note.scope == ROUNDING]
+    numbers = [note for note in notes if is_edited and note.scope == ACROSS_MESHES and not names_a_number(note)]
+    return tuple(note for note in notes if note not in (*rounding, *numbers))
 
 
 def _without_beginnings(notes: Sequence[Note]) -> tuple[Note, ...]:
