@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardproof.declare.declared import Declared
 from shardproof.experiments.combined_operations import Mode, Operation, value_of
 from shardproof.experiments.edited_programs import in_mode
-from shardproof.explain.arithmetic import number_text
+from shardproof.explain.named_numbers import number_text
 from shardproof.explain.note import READ_TOO_EARLY, Note
 from shardproof.explain.places import NOT_FINITE
 from shardproof.report.report import Report

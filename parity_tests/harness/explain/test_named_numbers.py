@@ -2,7 +2,7 @@
 
 import math
 
-from shardproof.explain.arithmetic import named_numbers, number_text
+from shardproof.explain.named_numbers import named_numbers, number_text
 
 
 def named(sizes, **options):
