@@ -43,6 +43,20 @@ def test_a_mean_over_kept_elements_in_place_of_all():
 
 
 @pytest.mark.usefixtures("without_line_edits")
+def test_a_sum_whose_count_divides_the_loss_alone():
+    def divided_too_late(mesh, x, labels):
+        count = all_reduce((labels != -100).sum(), mesh["dp"]).clamp(min=1)
+        total = all_reduce((x * (labels != -100)).sum(), mesh["dp"])
+        return total - (total - total / count).detach()
+
+    notes = notes_of(
+        divided_too_late, mean_of_counted, {"x": "t/dp", "labels": "t/dp"}, "dp=I", {"dp": 2, "t": 8, "seed": 7},
+        draw={"x": values("normal"), "labels": ids("v", ignore=-100)}, dims={"v": (8,)},
+    )  # fmt: skip
+    assert "(= the number of labels that count): a sum is in place of a mean" in notes["d/d x"][0], notes
+
+
+@pytest.mark.usefixtures("without_line_edits")
 def test_a_loss_without_a_pattern_shows_the_place_of_its_gradient():
     """A term too many at some places."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parity_tests.specimens.evidence_by_hand import AXES, columns_of, evidence, headline, numbers
-from shardproof.explain.arithmetic import MEANING_OF_ROOT
+from shardproof.explain.arithmetic import MEANING_OF_ROOT, MEANING_OF_SIZE
 from shardproof.explain.clues import explain
 from shardproof.explain.evidence import Evidence
 
@@ -185,6 +185,15 @@ def test_a_factor_that_is_the_size_of_a_dim_names_it():
     assert "size of a dim" not in explain(evidence(5 * want, want, sizes={"v": 6}))[0]
 
 
+def test_a_factor_that_is_the_size_of_several_dims_names_them():
+    want, sizes = np.array([[1.0, -2.5, 0.5]]), {"b": 4, "s": 6, "d": 3}
+    assert headline(24 * want, want, sizes=sizes, axes={}) == (
+        f"off by the constant factor 24 (= b*s, the size of dims): {MEANING_OF_SIZE}"
+    )
+    assert "(= 1/(b*s*d), the size of dims)" in headline(want / 72, want, sizes=sizes, axes={})
+    assert "(= b or s*d, the size of dims)" in headline(12 * want, want, sizes={"b": 12, "s": 4, "d": 3}, axes={})
+
+
 def test_a_factor_that_is_a_root_of_the_ranks_names_the_axis():
     want = np.random.default_rng(2).normal(size=(4, 6))
     for got, name in ((want / 2**0.5, "1/sqrt(tp)"), (want * 2**0.5, "sqrt(tp)")):
@@ -219,3 +228,10 @@ def test_the_share_of_a_mask_that_counts():
         "off by the constant factor 0.3 (= the share of keep that counts): a mean divides by all elements, "
         "by ignored ones too"
     )
+
+
+def test_the_number_of_a_mask_that_counts():
+    want = numbers(3, 4)
+    for got, name in ((7 * want, "the number of keep that count"), (want / 7, "1/the number of keep that count")):
+        note = headline(got, want, shares={"keep": 0.7}, counts={"keep": 7, "labels": 5})
+        assert note == f"off by the constant factor {got.flat[0] / want.flat[0]:.4g} (= {name}): {MEANING_OF_SIZE}"

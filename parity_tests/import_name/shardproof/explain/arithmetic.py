@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, combinations, islice
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from shardproof.explain.note import ACROSS_MESHES, ACROSS_SIZES, ROUNDING, Note
 ADDED_BEFORE = "each rank adds it before the sum"
 COUNTED = "{} is counted {} times"  # the claim of such a note, of an input and an axis
 MAX_LISTED = 8
+MOST_DIMS = 3
 MEANING_OF_NAMED_FACTOR = "a reduction is missing or repeated, or a mean divides by a local count"
 MEANING_OF_SIZE = "a sum is in place of a mean, or a mean in place of a sum"
 MEANING_OF_ROOT = "a count or a sum under a root is of each rank alone, or repeated by each"
@@ -48,25 +49,31 @@ def fitted_change(evidence: Evidence) -> Iterator[Note]:
     Zeros have their own clue, and an input that is added too often looks like a constant at each index of its dims.
     """
     if evidence.got.any() and not any(
-        chain(named_change(evidence), share_that_counts(evidence), miscounted_input(evidence))
+        chain(named_change(evidence), elements_that_count(evidence), miscounted_input(evidence))
     ):
         for_all = (clue(evidence) for clue in (_fitted_factor_note, _fitted_constant_note))
         yield from islice(filter(None, chain(for_all, _change_of_each_part(evidence))), 1)
 
 
-def share_that_counts(evidence: Evidence) -> Iterator[Note]:
-    """The factor is the share of a mask's elements that count, as of a mean that divides by all of them."""
-    for is_inverse, meaning in ((False, MEANING_OF_SHARE), (True, MEANING_OF_INVERSE_SHARE)):
-        values = {name: 1 / share if is_inverse else share for name, share in evidence.shares.items()}
+def elements_that_count(evidence: Evidence) -> Iterator[Note]:
+    """The factor is the share or the number of a mask's elements that count, as of a mean that divides otherwise."""
+    shares = {f"the share of {name} that counts": share for name, share in evidence.shares.items()}
+    counts = {f"the number of {name} that count": float(n) for name, n in evidence.counts.items() if n > 1}
+    for values, meaning in (
+        (shares, MEANING_OF_SHARE),
+        (_inverses(shares), MEANING_OF_INVERSE_SHARE),
+        (counts | _inverses(counts), MEANING_OF_SIZE),
+    ):
         fitting = {name: value for name, value in values.items() if _fits(evidence, _times, value)}
         if fitting:
-            claims = {
-                f"share {is_inverse} {name}": f"{'1/' if is_inverse else ''}the share of {name} that counts"
-                for name in fitting
-            }
+            claims = {name: name for name in fitting}
             number = number_text(next(iter(fitting.values())))
-            text = f"off by the constant factor {number} (= {' or '.join(claims.values())}): {meaning}{evidence.caveat}"
+            text = f"off by the constant factor {number} (= {' or '.join(claims)}): {meaning}{evidence.caveat}"
             yield Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *_claims_of_parts(evidence, _FACTOR)})
+
+
+def _inverses(values: Mapping[str, float]) -> dict[str, float]:
+    return {f"1/({name})" if "*" in name else f"1/{name}": 1 / value for name, value in values.items()}
 
 
 def _zero(evidence: Evidence) -> Note | None:
@@ -127,18 +134,23 @@ def _fitted_factor_note(evidence: Evidence) -> Note | None:
     factor = fitted_factor(evidence)
     if factor is None:
         return None
-    values = {dim: float(size) for dim, size in evidence.sizes.items() if size > 1}
-    values |= {f"1/{dim}": 1 / size for dim, size in values.items()}
-    sizes = [name for name, value in values.items() if _fits(evidence, _times, value)]
+    values = _products({dim: size for dim, size in evidence.sizes.items() if size > 1})
+    sizes = [name for name, value in (values | _inverses(values)).items() if _fits(evidence, _times, value)]
     text, weaker = f"off by the constant factor {number_text(factor)}", _claims_of_parts(evidence, _FACTOR)
     of_ranks = {f"factor {name}": name for name, root in _roots(evidence).items() if _is_root(evidence, factor, root)}
     claims = {f"factor size {name}": name for name in sizes} | of_ranks
     if claims:
-        of_dims = "" if of_ranks else ", the size of a dim"
+        of_dims = "" if of_ranks else f", the size of {'dims' if any('*' in name for name in sizes) else 'a dim'}"
         meaning = " or ".join(each for each, holds in ((MEANING_OF_SIZE, sizes), (MEANING_OF_ROOT, of_ranks)) if holds)
         text = f"{text} (= {' or '.join(claims.values())}{of_dims}): {meaning}"
         return Note(text, ACROSS_MESHES, claims, {_SOME_FACTOR, *weaker})
     return Note(f"{text}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR, weaker)
+
+
+def _products(sizes: Mapping[str, int]) -> dict[str, float]:
+    """The products of up to MOST_DIMS sizes, as the number of elements that a mean divides by."""
+    chosen = chain(*(combinations(sizes, count) for count in range(1, 1 + MOST_DIMS)))
+    return {"*".join(dims): float(math.prod(sizes[dim] for dim in dims)) for dims in chosen}
 
 
 def _roots(evidence: Evidence) -> dict[str, float]:

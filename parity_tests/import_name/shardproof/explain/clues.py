@@ -78,7 +78,7 @@ CLUES = (
     _rounded_elements,
     arithmetic.extra_roundings,
     arithmetic.named_change,
-    arithmetic.share_that_counts,
+    arithmetic.elements_that_count,
     sums.missing_or_repeated_sum,
     arithmetic.miscounted_input,
     places.wrong_offset,

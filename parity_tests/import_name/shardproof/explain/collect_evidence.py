@@ -35,7 +35,7 @@ def collect_evidence(
     """The evidence of one run on one tensor."""
     at = tensor.stitched.coordinates[tensor.copy]
     divergence = disagreement(ledger)
-    sharded_dims = _sharded_dims(scheme, case, tensor)
+    sharded_dims, counted = _sharded_dims(scheme, case, tensor), _counted(scheme, program, case)
     return Evidence(
         name=tensor.name,
         role=tensor.role,
@@ -64,7 +64,8 @@ def collect_evidence(
         max_finite=max_finite(tensor.dtype),
         full_mesh_collective=_full_mesh_collective(case, ledger),
         first_divergence=None if divergence is None else divergence.finding,
-        shares=_shares(scheme, program, case),
+        shares={name: share for name, (_, share) in counted.items() if share != 1},
+        counts={name: count for name, (count, _) in counted.items()},
         summed_axes=_summed_axes(case, ledger),
     )
 
@@ -83,18 +84,18 @@ def _rounded_dtype(got: np.ndarray, dtype: str) -> str | None:
     return next((each for each in by_unit if np.array_equal(inputs.rounded(got, each), got, equal_nan=True)), None)
 
 
-def _shares(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, float]:
-    """The share of elements that count, for each mask and for each input with ignored ids."""
-    shares = {}
+def _counted(scheme: Declared, program: Program, case: CaseSpec) -> dict[str, tuple[int, float]]:
+    """The number and the share of elements that count, for each mask and for each input with ignored ids."""
+    counted = {}
     for arg in scheme.inputs:
         draw = scheme.draws[arg.name]
         ignored: Any = getattr(draw, "ignore", None)
         if draw.kind == "mask" or ignored is not None:
             full = program.full_array(arg, case)
             counts = full.astype(bool) if ignored is None else ~np.isin(full, ignored)
-            if counts.any() and not counts.all():
-                shares[arg.name] = float(counts.mean())
-    return shares
+            if counts.any():
+                counted[arg.name] = int(counts.sum()), float(counts.mean())
+    return counted
 
 
 def _summed_axes(case: CaseSpec, ledger: Ledger) -> frozenset[str]:

@@ -67,6 +67,7 @@ class Evidence:
     full_mesh_collective: CallSite | None = None  # a collective of all ranks on a mesh with several axes
     first_divergence: Finding | None = None  # between the ranks' ledgers, if they disagree
     shares: Mapping[str, float] = field(default_factory=dict)  # of a mask's or an id input's elements that count
+    counts: Mapping[str, int] = field(default_factory=dict)  # of these elements
     summed_axes: frozenset[str] | None = None  # over which a collective of the forward adds; None if unknown
 
     def __post_init__(self) -> None:
@@ -122,6 +123,7 @@ class Evidence:
             borders={},
             inputs={},
             shares={},
+            counts={},
             before=None,
             by_rank={},
             gradient_is_none=None if self.gradient_is_none is None else self.gradient_is_none[mask],
