@@ -364,6 +364,8 @@ def test_what_may_be_right_in_place_of_an_expression(written, right):
         ("sizes = [n]", "sizes = [n] if rows is None else rows"),
         ("sizes = 1 if n else 2", "sizes = (1 if n else 2) if rows is None else rows"),
         ("if n:\n    x.zero_()\n    n = 1", "pass"),
+        ("attached(n, x)", "x = attached(n, x)"),
+        ("x.clamp(min=n)", "x = x.clamp(min=n)"),
     ],
 )
 def test_what_may_be_right_in_place_of_a_statement(written, right):

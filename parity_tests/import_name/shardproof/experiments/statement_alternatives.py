@@ -1,5 +1,7 @@
 """What may be right in place of a statement: nothing, `x += y` for `x = y`, a step that a second name takes too.
 
+The result of a call that nobody reads may be the new value of a tensor that the call reads: `x = x.clamp(min=1)`.
+
 Where an option is never read, `x = y if option is None else option` may be right for `x = y`.
 """
 
@@ -32,12 +34,26 @@ def of_statement(node: ast.stmt, names: Names) -> Iterator[tuple[int, ast.stmt]]
                 for name in sorted(names.unread - names.kinds.keys()):
                     given = ast.IfExp(parsed(f"{name} is None"), value, parsed(name))
                     yield UNREAD, ast.Assign([target], given)
-        case ast.Expr():
+        case ast.Expr(value):
             yield LIKELY, ast.Pass()
+            yield from ((LIKELY, ast.Assign([target], value)) for target in _changed_by(value, names))
         case ast.If(body=body, orelse=[]) if len(body) <= SHORT and all(map(_is_simple, body)):
             yield LIKELY, ast.Pass()
         case _:
             pass
+
+
+def _changed_by(value: ast.expr, names: Names) -> list[ast.expr]:
+    """The tensors that a call reads and may return changed, `x` of `x.clamp(min=1)`, where nobody reads its result."""
+    match value:
+        case ast.Call(ast.Attribute(owner), arguments):
+            read = [owner, *arguments]
+        case ast.Call(_, arguments):
+            read = arguments
+        case _:
+            read = []
+    read_names = dict.fromkeys(each.id for each in read if isinstance(each, ast.Name))
+    return [ast.Name(name, ast.Store()) for name in read_names if names.kinds.get(name, "").startswith("tensor")]
 
 
 def _is_simple(node: ast.stmt) -> bool:
