@@ -168,3 +168,28 @@ def test_a_border_is_not_named_if_another_size_is_wrong_elsewhere(sizes):
     )(scores)  # fmt: skip
     all_notes = notes(declaration.verify(**sizes))
     assert not any("shard borders" in note for note in all_notes), all_notes
+
+
+class WithPaddedIds(torch.autograd.Function):
+    """Rows by ids; its backward pads the ids with zeros, and so writes into the first row."""
+
+    @staticmethod
+    def forward(ctx, x, ids):
+        ctx.ids, ctx.shape = ids, x.shape
+        return x[ids]
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        ids = torch.cat([ctx.ids, ctx.ids.new_zeros(1)])
+        rows = torch.cat([cotangent, torch.ones_like(cotangent[:1])])
+        return torch.zeros(ctx.shape).index_add(0, ids, rows), None
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_the_first_place_of_a_dim_is_named():
+    declaration = scheme(
+        reference=lambda x: x, mesh={"tp": (1, 2)}, inputs={"x": "n d/tp"}, outputs="n d/tp",
+        draw={"x": values("normal")}, dtypes=("float32",),
+    )(lambda mesh, x: WithPaddedIds.apply(x, torch.arange(len(x)).flip(0)).flip(0))  # fmt: skip
+    first = declaration.verify().notes["d/d x"][0]
+    assert first.startswith("wrong only at the first place of n (all elements there"), first

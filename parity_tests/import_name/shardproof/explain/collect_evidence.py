@@ -20,6 +20,7 @@ from shardproof.judge.compare import COARSER, TensorComparison, max_finite
 from shardproof.judge.reference import UNIT_ROUNDOFF
 
 FEW_BITS = 4
+LONG = 3  # places of a dim that has a first and a last one, and others
 ADDS, SUMS = ("all_reduce", "reduce", "reduce_scatter"), ("SUM", "AVG")
 
 
@@ -179,7 +180,19 @@ def _borders(case: CaseSpec, tensor: TensorComparison, sharded_dims: Sequence[Sh
     # From narrow to wide: a region is named only if it is smaller than the ones before.
     halos = [_halos(case, tensor, sharded_dims, width) for width in (1, 2, 3)]
     narrow = masks | halos[0] | ({"shard borders": edges} if edges.any() else {}) | halos[1] | halos[2]
-    return narrow | _later_sequences(case, names, shape)
+    return narrow | _later_sequences(case, names, shape) | _ends(names, shape)
+
+
+def _ends(names: Sequence[str], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Masks of the first and the last place along each dim and along all: ids that are padded or clamped go there."""
+    long = [index for index, size in enumerate(shape) if size >= LONG]
+    dims = [[index] for index in long] + ([long] if len(long) > 1 else [])
+    masks = {}
+    for end, words in ((0, "first"), (-1, "last")):
+        for indices in dims:
+            along = [_along(np.arange(shape[i]) == range(shape[i])[end], i, shape) for i in indices]
+            masks[f"the {words} place of {' and '.join(names[i] for i in indices)}"] = np.logical_and.reduce(along)
+    return masks
 
 
 def _later_sequences(case: CaseSpec, names: Sequence[str], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
