@@ -356,7 +356,7 @@ def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch,
     (folder / "test_wanting.py").write_text("import transformers.nothing_of_this_name  # scheme(\n")
     for module in (places, discover):
         monkeypatch.setattr(module, "TESTS", tmp_path / "parity_tests")
-    monkeypatch.setattr(discover, "_imported", lambda path: exec(path.read_text(), {}))
+    monkeypatch.setattr(discover, "_import_file", lambda path: exec(path.read_text(), {}))
     assert discover.built_in() == []
     assert discover.left_out() == {
         "parity_tests/parallelizer/test_wanting.py": "needs transformers; pip install -e '.[hf]' in the clone"

@@ -143,7 +143,7 @@ def test_an_unknown_spec_stays_open_and_is_rejected_by_name(shardproof):
         (("my_function.py::scaled_logits", "--out", "my_function.py"), 2, "my_function.py already exists; give an"),
         (("my_function.py::scaled_logits", "--out", "x.txt"), 2, "--out x.txt: a scheme is in a Python file"),
         (("my_function.py::scaled_logits", "--mesh", "tp=999"), 2, "--mesh has 999 ranks; the limit is 64"),
-        (("my_function.py::inputs",), 2, "my_function.py::inputs: takes no tensor; a scheme is of a function of"),
+        (("my_function.py::inputs",), 2, "my_function.py::inputs: takes no tensor; name a function that takes tensors"),
         (("my_function.py::scaled_logits", "--inputs", "input"), 2, "::input: no function of this name; did you mean"),
         (("none.py::scaled_logits",), 2, "none.py: no such file"),
     ],

@@ -101,7 +101,7 @@ COMMUNICATION_FAULTS = [
     (SENT, "0F0,", "0RECV_F0,0F0,", "row 1, column 1: '0RECV_F0' has no other end on another rank"),
     (SENT, "0F0,", "0RESHARD,0F0,", "row 1, column 1: '0RESHARD' comes where stage 0 is not gathered"),
     (SENT, "0F0,", "0UNSHARD,0UNSHARD,0F0,", "row 1, column 2: '0UNSHARD' comes where stage 0 is gathered already"),
-    (SENT, "0F0,", "0UNSHARD,0F0,0RESHARD,", "row 1, column 6: '0B0' comes where '0UNSHARD' has not been"),
+    (SENT, "0F0,", "0UNSHARD,0F0,0RESHARD,", "row 1, column 6: '0B0' comes where stage 0 is not gathered"),
     (SENT, "0B0", "0REDUCE_GRAD,0B0", "row 1, column 5: '0B0' comes after '0REDUCE_GRAD'"),
     (SENT, "0B0", "0B0,0REDUCE_GRAD,0REDUCE_GRAD", "row 1, column 6: '0REDUCE_GRAD' occurs a second time"),
     (TWO, "0F0,0SEND_F0,0F1,0SEND_F1", "0F0,0F1,0SEND_F1,0SEND_F0", "row 2, column 1: '1RECV_F0' comes where rank 0"),

@@ -381,7 +381,7 @@ def test_a_server_is_started_ahead_where_gloo_may_give_a_second_opinion(
 ) -> None:
     started = list[bool]()
     monkeypatch.setattr(pool, "start_ahead", lambda: started.append(True))
-    monkeypatch.setattr(verification, "_tried_further", lambda scheme, report, *_: report)
+    monkeypatch.setattr(verification, "_with_explanation", lambda scheme, report, *_: report)
     scheme = declared(lambda mesh, x: x * 3, mesh={"tp": (2,)}, engines=engines)
     assert not scheme.verify(examples=2).ok
     assert len(started) == starts
