@@ -9,6 +9,7 @@ import pytest
 from shardproof import scheme, values, verify_case
 from shardproof.cli import several
 from shardproof.cli.wrong_schemes import gather_that_keeps_the_layout, projection_without_backward_sum
+from shardproof.declare import discover
 from shardproof.declare.case import CaseSpec
 from shardproof.endings.exit_status import MISMATCH
 from shardproof.engines.failure import Raised
@@ -17,11 +18,25 @@ from shardproof.report import summary
 
 SCHEMES = [projection_without_backward_sum, gather_that_keeps_the_layout]
 
+DEADLY = """
+import os, signal
+from shardproof import scheme
+
+@scheme(reference=lambda x: x, mesh={"tp": (1,)}, inputs={"x": "n"}, outputs="n")
+def deadly(mesh, x):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@scheme(reference=lambda x: 2 * x, mesh={"tp": (1,)}, inputs={"x": "n"}, outputs="n")
+def doubled(mesh, x):
+    return 2 * x
+"""
+
 
 @pytest.mark.slow
 def test_outcomes_come_in_the_order_of_the_schemes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a failing scheme leaves a replay file
-    outcome = several.verified(SCHEMES, 2)
+    with several.workers() as started:
+        outcome = several.verified(SCHEMES, 2, started)
     assert [report.scheme for report in outcome.reports] == [scheme.key for scheme in SCHEMES]
     assert outcome.status == MISMATCH
     assert "missing a sum over tp" in str(outcome.reports[0])
@@ -58,7 +73,32 @@ def test_a_report_travels_without_the_functions_of_its_scheme():
 
 
 def test_no_scheme_is_no_outcome():
-    assert several.verified([], 2).reports == []
+    with several.workers() as started:
+        assert several.verified([], 2, started).reports == []
+
+
+def test_a_worker_takes_the_schemes_of_its_own_files_first():
+    first, second, third, fourth = (replace(SCHEMES[0], name=file + "1", file=file) for file in ("a", "b", "b", "c"))
+    waiting = [first, second, third, fourth]
+    assert several.next_scheme(waiting, own={"b"}, others={"a"}) is second
+    assert several.next_scheme(waiting, own={"b"}, others={"a"}) is third
+    assert several.next_scheme(waiting, own={"b"}, others={"a"}) is fourth, "no other worker has imported it"
+    assert several.next_scheme(waiting, own={"b", "c"}, others={"a"}) is first, "it is the only scheme left"
+    assert waiting == []
+
+
+@pytest.mark.slow
+def test_the_other_schemes_are_verified_after_a_worker_died(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "deadly.py"
+    file.write_text(DEADLY)
+    schemes = discover.schemes_of_file(str(file))
+    monkeypatch.setattr(several, "MOST", 1)
+    with several.workers() as started:
+        outcome = several.verified(schemes, 2, started)
+    (reason,) = outcome.not_judged.values()
+    assert "scheme 'deadly': its process" in reason
+    assert [report.ok for report in outcome.reports] == [True]
 
 
 def test_a_failure_travels_with_all_its_fields():

@@ -1,7 +1,8 @@
 """Verify schemes in parallel, each in the next free process: most of the time is spent tracing references.
 
 A worker imports the file that declares a scheme, verifies it like `shardproof verify --profile quick`, and returns its
-outcome. A worker that dies costs its scheme alone, and another takes its place.
+outcome. It takes the other schemes of that file too, unless another worker has nothing left to do. A worker that dies
+costs its scheme alone, and another takes its place.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import atexit
 import contextlib
 import os
 import tempfile
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,67 +27,99 @@ from shardproof.engines.collector import collect_rarely
 from shardproof.engines.last_act import flush
 from shardproof.engines.processes import crash, orphans
 from shardproof.engines.processes.root_cause import ending
+from shardproof.judge import bridge
 from shardproof.report.guard import sentence_of
 
 MOST = 4  # processes; each holds torch and JAX
 END_S = 10.0  # the time for a worker without work to end
 
 
-def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
+class Workers:
+    """The processes, and the folder in which each notes its last words."""
+
+    def __init__(self, folder: str, count: int) -> None:
+        self._folder, self.count = folder, count
+        self._all = [_Worker(folder) for _ in range(count)]
+
+    def outcomes(self, schemes: Sequence[Declared], examples: int) -> Iterator[tuple[Declared, session.Outcome]]:
+        """Each scheme with its outcome, in the order in which they end."""
+        waiting = list(schemes)
+        busy: list[_Worker] = []
+        while waiting or busy:
+            for worker in self._all:
+                if waiting and worker not in busy:
+                    others = set[str]().union(*(each.files for each in self._all if each is not worker))
+                    worker.take(next_scheme(waiting, worker.files, others), examples)
+                    busy.append(worker)
+            ready = wait([worker.connection for worker in busy])
+            for worker in [each for each in busy if each.connection in ready]:
+                busy.remove(worker)
+                scheme, outcome = worker.scheme, worker.outcome()
+                if outcome is None:
+                    outcome = worker.died()
+                    self._all.remove(worker)
+                    if waiting:
+                        self._all.append(_Worker(self._folder))
+                yield scheme, outcome
+
+    def close(self) -> None:
+        for worker in self._all:
+            worker.close()
+
+
+def next_scheme(waiting: list[Declared], own: Container[str], others: Container[str]) -> Declared:
+    """Remove and return the first scheme of a file in `own`; if there is none, of a file that is not in `others`.
+
+    `own` are the files that a worker has imported, `others` the files of the other workers.
+    """
+    of_own = (scheme for scheme in waiting if scheme.file in own)
+    of_new = (scheme for scheme in waiting if scheme.file not in others)
+    scheme = next(of_own, None) or next(of_new, waiting[0])
+    waiting.remove(scheme)
+    return scheme
+
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    """Processes that import torch and JAX while the caller finds the schemes; they end on leaving."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = Workers(folder, max(min(MOST, os.cpu_count() or 1), 1))
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+def verified(schemes: Sequence[Declared], examples: int, started: Workers) -> session.Outcome:
     """The outcomes of all schemes in the given order, with a progress bar on standard error."""
-    count = max(min(MOST, os.cpu_count() or 1, len(schemes)), 1)
     by_key: dict[str, session.Outcome] = {}
     with session.progress_bar() as bar:
         task = bar.add_task("", total=len(schemes))
-        for scheme, outcome in _outcomes(schemes, examples, count):
+        for scheme, outcome in started.outcomes(schemes, examples):
             by_key[scheme.key] = outcome
             bar.update(task, advance=1, description=scheme.name)
-    total = session.Outcome(processes=count)
+    total = session.Outcome(processes=started.count)
     for scheme in schemes:
         total.add(by_key[scheme.key])
     return total
 
 
-def _outcomes(schemes: Sequence[Declared], examples: int, count: int) -> Iterator[tuple[Declared, session.Outcome]]:
-    """Each scheme with its outcome, in the order in which they end."""
-    waiting = deque(schemes)
-    workers: list[_Worker] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            while waiting or workers:
-                while waiting and len(workers) < count:
-                    workers.append(_Worker(folder, waiting.popleft(), examples))
-                ready = wait([worker.connection for worker in workers])
-                for worker in [each for each in workers if each.connection in ready]:
-                    scheme, outcome = worker.scheme, worker.outcome()
-                    if outcome is None:
-                        outcome = worker.died()
-                        workers.remove(worker)
-                    elif waiting:
-                        worker.take(waiting.popleft(), examples)
-                    else:
-                        worker.close()
-                        workers.remove(worker)
-                    yield scheme, outcome
-        finally:
-            for worker in workers:
-                worker.close()
-
-
 class _Worker:
-    """The parent's end of one process, and the scheme that it verifies."""
+    """The parent's end of one process, the scheme that it verifies, and the files that it has imported."""
 
-    def __init__(self, folder: str, scheme: Declared, examples: int) -> None:
+    def __init__(self, folder: str) -> None:
+        self.files: set[str] = set()
+        self._is_busy = True  # with its imports
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._log = Path(tempfile.mkdtemp(dir=folder))
         self._process = context.Process(target=_serve, args=(theirs, str(self._log), os.getpid()))
         self._process.start()
         theirs.close()
-        self.take(scheme, examples)
 
     def take(self, scheme: Declared, examples: int) -> None:
         self.scheme, self._is_busy = scheme, True
+        self.files.add(scheme.file)
         with contextlib.suppress(OSError):  # it has just died, which `outcome` will notice
             self.connection.send((scheme.file, scheme.name, scheme.key, examples))
 
@@ -127,6 +160,7 @@ def _serve(connection: Connection, log: str, parent: int) -> None:
     crash.record(Path(log) / "crash")
     exits.install(lambda text: Path(log, "noted").write_text(text, encoding="utf-8"))
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        bridge.start()
         while True:
             connection.send(_verify_one(*connection.recv()))
     # An ordinary exit would free the heap of torch, JAX and all schemes: the parent would wait three seconds for it.

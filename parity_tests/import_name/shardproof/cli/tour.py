@@ -84,14 +84,15 @@ def judged(console: Console, examples: int, everything: bool = False) -> Tour:
 
 
 def _schemes(tour: Tour, examples: int, everything: bool) -> None:
-    built_in = discover.built_in()
-    schemes = [scheme for scheme in built_in if everything or is_public(scheme.fn)]
-    kind = "Every built-in scheme" if everything else "Every scheme of a public function"
-    tour.heading(f"{kind} against its reference: forward, gradient, collectives, bytes")
-    if len(schemes) < len(built_in):
-        others = counted(len(built_in) - len(schemes), "scheme")
-        tour.console.print(f"{others} of parts that are not public: shardproof tour --all", highlight=False)
-    outcome = tour.outcome = several.verified(schemes, examples)
+    with several.workers() as started:
+        built_in = discover.built_in()
+        schemes = [scheme for scheme in built_in if everything or is_public(scheme.fn)]
+        kind = "Every built-in scheme" if everything else "Every scheme of a public function"
+        tour.heading(f"{kind} against its reference: forward, gradient, collectives, bytes")
+        if len(schemes) < len(built_in):
+            others = counted(len(built_in) - len(schemes), "scheme")
+            tour.console.print(f"{others} of parts that are not public: shardproof tour --all", highlight=False)
+        outcome = tour.outcome = several.verified(schemes, examples, started)
     tour.console.print(summary.table(outcome, tour.console.width), crop=False)
     titles = outcome.titles
     for report in outcome.reports:
