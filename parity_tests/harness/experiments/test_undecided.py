@@ -115,6 +115,15 @@ def test_without_a_finite_gradient_of_the_reference_the_case_is_undecided():
     assert verify_or_undecided(root, case.replace(values={"x": {"kind": "normal"}})).ok
 
 
+def test_an_undecided_example_names_the_extreme_values_that_were_drawn():
+    """The sentence has the declaration that draws none of them."""
+    root = scheme_on_one_rank(lambda x: x.abs().sqrt(), lambda x: jnp.sqrt(jnp.abs(x)), "normal", "zeros")
+    case = root.case(b=2, v=3).replace(values={"x": {"kind": "zeros", "border": ["neg_inf_mask", 0, "all"]}})
+    kinds = "x neg_inf_mask at the border of a shard"
+    advice = f"drawn for it: {kinds}; if such values never occur, declare draw={{'x': values('normal', 'ties')}}"
+    assert verify_or_undecided(root, case).undecided_reason == f"{NO_FINITE_GRADIENT}; {advice}"
+
+
 @pytest.mark.parametrize("gradient", [1e30, float("nan"), float("inf")])
 def test_a_gradient_at_zeros_outside_the_range_is_a_mismatch(gradient):
     """At 0 the gradient of |x| is any number from -1 to 1; near 0 sqrt |x| has large gradients of both signs."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from shardproof.declare.case import CaseSpec
 from shardproof.declare.declared import Declared
+from shardproof.declare.draws import EXTREME
 from shardproof.engines.program import Program
 from shardproof.experiments.neighbours import (
     Neighbour,
@@ -31,7 +32,7 @@ from shardproof.experiments.neighbours import (
 )
 from shardproof.judge import compare
 from shardproof.judge.reference import Reference, evaluate, operation_unit
-from shardproof.report.report import Report
+from shardproof.report.report import Report, drawn_kinds, how_to_avoid
 from shardproof.verify_one_case import verify_case
 
 MIN_NEIGHBOURS = 4  # if the reference jumps at none of them, the case is a mismatch
@@ -64,7 +65,10 @@ def mark_undecided(scheme: Declared, report: Report) -> Report:
 def _reason(scheme: Declared, case: CaseSpec, wrong: Sequence[compare.TensorComparison]) -> str:
     if _is_tie(scheme, case):
         return TIE
-    return NO_FINITE_GRADIENT if all(map(_has_no_finite_gradient, wrong)) else CHOICE
+    if not all(map(_has_no_finite_gradient, wrong)):
+        return CHOICE
+    extreme = drawn_kinds(case, EXTREME)
+    return f"{NO_FINITE_GRADIENT}; {how_to_avoid(extreme)}" if extreme else NO_FINITE_GRADIENT
 
 
 def _is_tie(scheme: Declared, case: CaseSpec) -> bool:

@@ -28,6 +28,9 @@ from shardproof.report.tensor_table import names, notes_by_tensors, tensor_table
 from shardproof.report.tested_versions import newer
 
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds with repeated numbers
+IN_A_LARGER_WORLD = (
+    f"inside a larger world: {SPARE} is not an axis of the scheme; the scheme's mesh is half of the ranks"
+)
 MOST_NAMED = 4  # pairs that no example had
 # Fields that a report on one case copies from the report on all examples.
 OF_ALL_EXAMPLES = (
@@ -378,19 +381,14 @@ class Report:
                 f"equal with normal values, drawn for it: {kinds}; if they never occur, declare draw={{{normal}}}"
             )
         elif extreme and not names_a_line:
-            kinds = ", ".join(f"{name} {kind}" for name, kind in extreme.items())
-            other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in extreme)
-            hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
+            hints.append(how_to_avoid(extreme))
         unread = [name for name, value in self.case.values.items() if value.get("padding") == "nan"]
         if unread and any(note.startswith(NOT_FINITE) for notes in self.notes.values() for note in notes):
             rows = f"NaN in the rows of {', '.join(unread)} that are not read"
             hints.append(f"drawn for it: {rows}; leave them out with torch.where, not with a product")
         if SPARE in self.case.mesh:
-            hint = (
-                f"inside a larger world: {SPARE} is not an axis of the scheme; the scheme's mesh is half of the ranks"
-            )
             never = f"; if it never is, declare excluded_conditions=({LARGER_WORLD!r},)" if self.smallest else ""
-            hints.append(f"{hint}{never}")
+            hints.append(f"{IN_A_LARGER_WORLD}{never}")
         if self.unfinished is not None:
             hints.append(f"not examined further: {self.unfinished}")
         if self.replay_error is not None:
@@ -413,6 +411,13 @@ def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
     kind_by_name = {name: value["kind"] for name, value in case.values.items() if value.get("kind") in kinds}
     borders = {name: value["border"][0] for name, value in case.values.items() if "border" in value}
     return kind_by_name | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
+
+
+def how_to_avoid(kind_by_name: Mapping[str, str]) -> str:
+    """The kinds of values that were drawn for these inputs, and the declaration that draws none of them."""
+    kinds = ", ".join(f"{name} {kind}" for name, kind in kind_by_name.items())
+    other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in kind_by_name)
+    return f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}"
 
 
 def said_once(findings: Iterable[str]) -> list[str]:
