@@ -292,11 +292,22 @@ def test_the_first_failing_case_is_told_in_lines_of_its_own(tmp_path, monkeypatc
             ["my_scheme.py"], VerifyOptions(examples=1), fails=partial(at_each_save._tell_failure, io.StringIO())
         )
         terminal.flush()
-        printed = os.read(lead, 1 << 16).decode()
+        printed = os.read(lead, 1 << 16).decode(errors="replace")  # one read may end inside a character
     os.close(lead)
     assert re.search(r"\x1b\[2K(\x1b\[[0-9;?]*[a-zA-Z])*doubled_sum", printed), printed
     early = re.split(r"tp=2 +lockstep", printed)[0]
     assert all(words in early for words in told), early
+
+
+@pytest.mark.parametrize("inside_subgroup", [False, True])
+def test_the_first_failing_case_says_what_its_spare_axis_is(tmp_path, monkeypatch, capsys, inside_subgroup):
+    text = WRONG_FACTOR.format(engines='("lockstep",)', change="").replace("from my_factors import FACTOR\n", "\n")
+    (tmp_path / "my_scheme.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    options = VerifyOptions(examples=1, inside_subgroup=inside_subgroup)
+    session.verify(["my_scheme.py"], options, fails=partial(at_each_save._tell_failure, io.StringIO()))
+    early = " ".join(capsys.readouterr().out.partition("looking for its cause")[2].partition("lockstep")[0].split())
+    assert ("spare is not an axis of the scheme" in early) == inside_subgroup, early
 
 
 def test_options_that_a_watch_cannot_keep():

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from shardproof.cli import session
 from shardproof.declare import discover
+from shardproof.declare.case import SPARE
 from shardproof.endings.exit_status import INTERRUPTED
 from shardproof.engines.collector import freeze_heap
 from shardproof.engines.processes import forks
@@ -35,7 +36,7 @@ from shardproof.engines.processes.rank_warnings import not_shown
 from shardproof.engines.supervised import AFRESH, OUTDATED, supervised_in_turn
 from shardproof.places import ROOT, SHARDPROOF
 from shardproof.report.guard import guarded
-from shardproof.report.report import Report
+from shardproof.report.report import IN_A_LARGER_WORLD, Report
 from shardproof.report.sentence import Sentence
 from shardproof.report.summary import Outcome, VerifyOptions
 
@@ -175,6 +176,8 @@ def _tell_failure(told: IO[str], report: Report) -> None:
     lines = [f"{report.scheme.rpartition(':')[2]}: {verdict} at {report.case_text}; looking for its cause"]
     if report.failure is not None:
         lines += [f"  {line}" for line in str(report.failure).splitlines()]
+    if SPARE in report.case.mesh:
+        lines.append(f"  {IN_A_LARGER_WORLD}")
     Console().print(Sentence("\n".join(lines)), soft_wrap=True)
     sys.stdout.flush()
 
