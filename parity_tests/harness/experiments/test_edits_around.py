@@ -194,3 +194,32 @@ def test_a_flag_that_switches_lines_of_torch_off_shares_the_blame_with_them(new,
     chosen = [edit for edit in edits if new in edit.words.partition(", not ")[0]][:1]
     assert chosen
     assert _leads_around_torch(chosen, declaration, case) == is_around
+
+
+def squares_of_as_many_rows_as_every_rank_has(mesh, x):
+    counts = [torch.empty(1, dtype=torch.int64) for _ in range(mesh.size("dp"))]
+    dist.all_gather(counts, torch.tensor([len(x)]), group=mesh["dp"])
+    return x[: min(map(int, counts))].square().sum()
+
+
+def squares_of_the_least_rows(mesh, x):
+    count = torch.tensor(len(x))
+    dist.all_reduce(count, op=dist.ReduceOp.MIN, group=mesh["dp"])
+    return x[: int(count)].square().sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (squares_of_as_many_rows_as_every_rank_has, "{} has `x[:max(map(int, counts))]"),
+        (squares_of_the_least_rows, "all_reduce at {} is left out"),
+    ],
+)
+def test_a_larger_count_is_no_sum_of_the_ranks_counts(function, words):
+    """With the sum of the counts, or twice the sum, no row is left out: the collective does not lack a sum."""
+    note = first_note(
+        function, lambda x: (x * x).sum(), {"x": "n/dp:ragged d"}, "dp=P", {"dp": 2, "n": 5, "d": 3},
+        mesh={"dp": (1, 2, 4)},
+    )  # fmt: skip
+    line = line_of(function, "all_reduce" if words.startswith("all_reduce") else "return")
+    assert note.startswith(f"{RIGHT_ONCE}{words.format(line)}"), note

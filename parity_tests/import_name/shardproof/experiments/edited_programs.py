@@ -182,19 +182,26 @@ def _of_collectives(report: Report) -> Iterator[Edit]:
     for row in lines.values():
         if row.op == "all_gather":
             repair = Repair(row.op, row.source, "fwd", REDUCE, reduce_op="SUM")
-            yield Edit(f"{repair.site} adds up the ranks' tensors, of which the function reads one", under(repair))
+            words = f"{repair.site} adds up the ranks' tensors, of which the function reads one"
+            yield Edit(words, under(repair), _twice(repair, row))
             continue
         repair = Repair("all_reduce", row.source, "fwd", REDUCE)
         for op in ("SUM", "AVG", "MAX", *OF_STATISTICS):
             if op != row.reduce_op:
-                words = f"{repair.site} takes {op}, not {row.reduce_op}"
-                yield Edit(words, under(replace(repair, reduce_op=op)))
+                other = replace(repair, reduce_op=op)
+                yield Edit(f"{repair.site} takes {op}, not {row.reduce_op}", under(other), _twice(other, row))
         yield Edit(f"{repair.site} is left out", under(replace(repair, action=OMIT)))
         of_group = f"all {case.world} ranks" if len(row.group) == case.world else row.group_name
         for axis in (*axes, ALL_RANKS) if len(axes) > 1 else ():
             if axis != row.group_name and not (axis == ALL_RANKS and len(row.group) == case.world):
                 over = f"{repair.site} is over {axis}, not over {of_group}"
                 yield Edit(over, under(replace(repair, axis=axis)))
+
+
+def _twice(repair: Repair, row: LedgerRow) -> Callable[[Program], Program] | None:
+    """A control for counts: if twice the combined count is right too, a larger one only disables what reads it."""
+    are_counts = all(dtype.startswith(("int", "uint")) for dtype in row.dtypes)
+    return under(replace(repair, times=2)) if are_counts else None
 
 
 # Edits of operations.

@@ -45,7 +45,8 @@ class Repair:
     """`action` applies to the calls of `op` that line `source` issues in `phase`: all, or only number `seq`.
 
     A line in a shared function issues many collectives, and one of them may be wrong. The same mistake may stand in
-    `other_lines` too. `reduce_op` and `axis` belong to REDUCE: None keeps the operation, or the group.
+    `other_lines` too. `reduce_op` and `axis` belong to REDUCE: None keeps the operation, or the group. Its results are
+    multiplied by `times`.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Repair:
     reduce_op: str | None = None
     axis: str | None = None
     other_lines: tuple[str, ...] = ()
+    times: int = 1
 
     @property
     def site(self) -> CallSite:
@@ -83,6 +85,7 @@ class Repair:
                 call.results = [combined(other, each) for each in addends]
         elif self.concerns(row, REDUCE) and self.reduce_op is not None:
             totals = [_combined(self.reduce_op, each) for each in zip(*(call.pieces for call in calls), strict=True)]
+            totals = [total if self.times == 1 else total * self.times for total in totals]
             entries = len(calls) if row.op == "all_gather" else 1
             for call in calls:
                 call.results = [total for total in totals for _ in range(entries)]
