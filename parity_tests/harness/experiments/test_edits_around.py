@@ -127,6 +127,24 @@ def test_a_users_file_is_edited_before_the_functions_that_it_calls(tmp_path):
     assert note == f"{RIGHT_ONCE}user.py:9 has `{line.format('<')}`, not `{line.format('<=')}`"
 
 
+PRODUCT_IN_HALVES = """
+from torch_impl.collectives import all_reduce
+
+def product(mesh, x, w):
+    y = (x @ w).half()
+    return all_reduce(y, mesh["tp"]).to(x.dtype)
+"""
+
+
+def test_a_branch_of_our_functions_need_not_run(tmp_path):
+    """`all_reduce` widens tensors of 16 bits alone."""
+    note = first_note(
+        module_of(tmp_path / "user.py", PRODUCT_IN_HALVES).product, lambda x, w: x @ w,
+        {"x": "n k/tp", "w": "k/tp o"}, "n o tp=I", {"tp": 1, "n": 1, "k": 1, "o": 1},
+    )  # fmt: skip
+    assert note == f"{RIGHT_ONCE}user.py:5 has `x @ w`, not `(x @ w).half()`"
+
+
 def test_a_product_with_a_mask_of_floats_keeps_nan(tmp_path):
     library = module_of(tmp_path / "library.py", "def masked(x, mask):\n    return x * mask\n")
 

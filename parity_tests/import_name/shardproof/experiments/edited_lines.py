@@ -181,10 +181,15 @@ class _Reaching:
 
 
 def _reaching(edits: Sequence[LineEdit], scheme: Declared, judged: Sequence[JudgedCase]) -> list[LineEdit]:
-    """The edits that lead around no line of the first case: those with every line in it, else in MOST_TRACED cases."""
+    """The edits that lead around no line of the first case: those with every line in it, else in MOST_TRACED cases.
+
+    Lines of our functions do not count where a user's scheme calls them: one branch is for 16 bits alone.
+    """
     if not edits:
         return []
-    before = frozenset(_reached(running_functions(scheme, judged[0].case, caches())))
+    reached = _reached(running_functions(scheme, judged[0].case, caches()))
+    trusted = set() if _is_ours(scheme) else _of_ours({file for file, _, _ in reached})
+    before = frozenset(each for each in reached if each[0] not in trusted)
     for some in (judged[:1], judged[:MOST_TRACED]):
         reaching = [_Reaching(edit, scheme, some, before) for edit in edits]
         found = which_are_right(scheme, reaching, (), PROOF_S)
