@@ -7,7 +7,7 @@ import torch
 
 from parity_tests.specimens.small_scheme import declared
 from shardproof.declare.case import CaseSpec
-from shardproof.experiments.narrow_tensors import has_narrow_tensors
+from shardproof.experiments.narrow_tensors import narrow_dtypes
 from shardproof.experiments.notes import check_notes
 from shardproof.explain.note import ROUNDING
 from shardproof.verify_one_case import verify_case
@@ -30,9 +30,39 @@ def test_bfloat16_accumulation_needs_a_bfloat16_tensor(function, is_narrow):
     declaration = declared(lambda mesh, x: function(x))
     report = verify_case(declaration, CASE)
     assert any("bfloat16 accumulation" in note for note in report.notes["out"])
-    assert has_narrow_tensors(declaration, CASE) == is_narrow
+    assert narrow_dtypes(declaration, CASE) == ({"bfloat16"} if is_narrow else set())
     if not is_narrow:
         assert "bfloat16" not in "".join(check_notes(declaration, report).notes["out"])
+
+
+def half_in_float16(x):
+    return x + x.half().to(x.dtype)
+
+
+def cancelling(x):
+    """The digits of x beyond a thousandth of float32's are lost."""
+    return (x + (x + 1e3)) - 1e3
+
+
+@pytest.mark.usefixtures("without_line_edits")
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (half_in_float16, "tensors of float16, or a formula that cancels"),
+        (cancelling, "a formula that cancels"),
+    ],
+)
+def test_a_rounding_to_float16_is_no_formula_that_cancels(function, cause):
+    declaration = declared(lambda mesh, x: function(x))
+    note = check_notes(declaration, verify_case(declaration, CASE)).notes["out"][0]
+    assert note == f"an error of rounding, far below bfloat16 accumulation: {cause}"
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_roundings_to_float16_are_none_to_bfloat16():
+    declaration = declared(lambda mesh, x: (x.half() * 3.1 / 3.1 * 2.9 / 2.9 * 2.0).to(x.dtype))
+    note = check_notes(declaration, verify_case(declaration, CASE)).notes["out"][0]
+    assert note == "within what float16 accumulation may do"
 
 
 def shifted_in_bfloat16(x):

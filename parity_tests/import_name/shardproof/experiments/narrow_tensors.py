@@ -1,4 +1,4 @@
-"""Whether a function makes tensors of a narrower dtype than its inputs: only then can that dtype explain an error."""
+"""The narrower dtypes than its inputs' that a function has tensors of: only these can explain an error."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from shardproof.engines.program import Program
 from shardproof.verify_one_case import verify_case
 
 
-class _Narrowest(TorchDispatchMode):
+class _Narrow(TorchDispatchMode):
     """Sees the floating tensors that operations return, in the forward and in backwards that are run inside it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.found = size, False
+        self.size, self.found = size, set[str]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        self.found = self.found or any(x.is_floating_point() and x.dtype.itemsize < self.size for x in tensors)
+        dtypes = {x.dtype for x in tensors if x.is_floating_point() and x.dtype.itemsize < self.size}
+        self.found |= {str(dtype).removeprefix("torch.") for dtype in dtypes}
         return result
 
 
-def has_narrow_tensors(scheme: Declared, case: CaseSpec) -> bool:
-    """Run the case once; whether an operation of a rank's forward returned a narrower tensor than the case's dtype."""
+def narrow_dtypes(scheme: Declared, case: CaseSpec) -> set[str] | None:
+    """Run the case once; the dtypes of tensors narrower than the case's that operations of a rank's forward returned.
+
+    None if a rank fails.
+    """
     size = getattr(torch, case.dtype).itemsize
-    found: list[bool] = []
+    found: list[set[str]] = []
 
     def wrap(program: Program) -> Callable[..., Any]:
         def fn(mesh: Any, **arguments: Any) -> Any:
-            with _Narrowest(size) as mode:
+            with _Narrow(size) as mode:
                 returned = program.fn(mesh, **arguments)
             found.append(mode.found)
             return returned
@@ -47,4 +51,4 @@ def has_narrow_tensors(scheme: Declared, case: CaseSpec) -> bool:
         return replace(program, fn=fn)
 
     report = verify_case(scheme, case, wrap_program=wrap)
-    return report.failure is not None or any(found)
+    return None if report.failure is not None else set().union(*found)

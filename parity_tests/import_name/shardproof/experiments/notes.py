@@ -28,7 +28,7 @@ from shardproof.experiments.edited_programs import RIGHT_ONCE, name_edits, name_
 from shardproof.experiments.first_overflow import name_first_overflow
 from shardproof.experiments.foreign_ids import name_foreign_ids
 from shardproof.experiments.narrow_kernels import name_narrow_kernels
-from shardproof.experiments.narrow_tensors import has_narrow_tensors
+from shardproof.experiments.narrow_tensors import narrow_dtypes
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines, name_missing_sums
 from shardproof.experiments.rounding_errors import MIN_ELEMENTS, vanishes
@@ -36,7 +36,7 @@ from shardproof.experiments.unequal_shards import name_unequal_shards
 from shardproof.experiments.unused_inputs import name_unused_inputs
 from shardproof.experiments.wrong_backwards import name_wrong_backwards
 from shardproof.experiments.zeros_of_values import name_zeros_of_values
-from shardproof.explain.arithmetic import SMALL_ERROR, names_a_number
+from shardproof.explain.arithmetic import CANCELS, SMALL_ERROR, names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
 from shardproof.explain.collect_evidence import borders
 from shardproof.explain.evidence import SINGLE_ELEMENT, Evidence
@@ -52,7 +52,7 @@ from shardproof.explain.note import (
 )
 from shardproof.explain.places import ALL_THERE, NO_PATTERN, ORDER_OF, SAME_VALUES, worst_element
 from shardproof.explain.sums import ZERO_ADDEND, different_copies, zero_addend
-from shardproof.judge.compare import max_finite
+from shardproof.judge.compare import COARSER, max_finite
 from shardproof.report.report import Report, mesh_text, sizes
 from shardproof.verify_one_case import NARROW
 
@@ -307,19 +307,31 @@ def _tested_rounding(
 
     If no case can tell, the note says only how large the error is.
     """
-    ((claim, confirmed),) = note.claims.items()
     if not all(any(n.scope == ROUNDING for n in other.notes[label]) for other in same_tensor):
         return None
-    if (
-        report.case.dtype not in NARROW
-        and not claim.startswith(SMALL_ERROR)
-        and not has_narrow_tensors(scheme, report.case)
-    ):
-        return None
+    if report.case.dtype not in NARROW:
+        dtypes = narrow_dtypes(scheme, report.case)
+        if dtypes:
+            note = _with_dtypes(note, COARSER[report.case.dtype], dtypes)
+        elif dtypes is not None and not any(claim.startswith(SMALL_ERROR) for claim in note.claims):
+            return None
+    ((claim, confirmed),) = note.claims.items()
     is_rounding = vanishes(scheme, report, label)
     if is_rounding is None:
         return _untested(note)
     return Note(confirmed, ROUNDING, claim) if is_rounding else None
+
+
+def _with_dtypes(note: Note, coarse: str, dtypes: set[str]) -> Note:
+    """The note of a function with tensors of these narrower dtypes: float16 rounds less than bfloat16 too."""
+    names = " or ".join(sorted(dtypes))
+
+    def reworded(text: str) -> str:
+        if CANCELS in text:
+            return text.replace(CANCELS, f"tensors of {names}, or {CANCELS}")
+        return text if coarse in dtypes else text.replace(coarse, names)
+
+    return Note(reworded(note), ROUNDING, {reworded(claim): reworded(words) for claim, words in note.claims.items()})
 
 
 def _tested_zero_addend(

@@ -359,6 +359,7 @@ def extra_roundings(evidence: Evidence) -> Iterator[Note]:
 WITHIN_ROUNDING = "within what "
 SMALL = "a small error: "
 SMALL_ERROR = "an error of rounding"
+CANCELS = "a formula that cancels"
 
 
 def _of_rounding(claim: str, cause: str, rest: str) -> Note:
@@ -380,8 +381,8 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
             between = np.sqrt(evidence.budgets * coarse)[evidence.is_wrong]
         is_far = not evidence.wide_sums and (coarse > SEPARATE * evidence.budgets).all()
         if is_far and (error < between).all():
-            what = f"{SMALL_ERROR}, far below {cause}: a formula that cancels"
-            cause = f"a formula that cancels, far below {cause},"
+            what = f"{SMALL_ERROR}, far below {cause}: {CANCELS}"
+            cause = f"{CANCELS}, far below {cause},"
         yield _of_rounding(what, cause, evidence.caveat if evidence.got.size == 1 else "")
 
 
