@@ -37,6 +37,7 @@ from shardproof.verify_one_case import verify_case
 
 MIN_NEIGHBOURS = 4  # if the reference jumps at none of them, the case is a mismatch
 NEIGHBOURS = 40  # and so it is if this many in turn explain no further element
+FEW_INTEGERS = 3  # of an element at all neighbours: they are choices, as of positions, and no range
 TIE = "tied inputs have no defined order or gradient; the example passes without ties"
 NO_FINITE_GRADIENT = "the reference has no finite gradient at these inputs, and libraries return different values there"
 CHOICE = "the reference moves as far within the rounding of its inputs"
@@ -157,6 +158,7 @@ class _Range:
         self.wrong = compare.wrong_elements(tensor)
         self._lowest, self._highest = np.full(tensor.want.shape, np.inf), np.full(tensor.want.shape, -np.inf)
         self._not_finite = {value: np.zeros(tensor.want.shape, bool) for value in (np.nan, np.inf, -np.inf)}
+        self._integers: list[np.ndarray] = []  # of each reference
         self._extend(tensor.want, tensor.element_budgets)
         self._no_finite_gradient = ~np.isfinite(tensor.want) & (tensor.role == "gradient")
         self.jumps = False  # at some neighbour, further than any budget
@@ -179,6 +181,8 @@ class _Range:
             self._highest = np.where(finite, np.maximum(self._highest, values + budgets), self._highest)
         for value, mask in self._not_finite.items():
             mask |= compare.same_number(values, value)
+        if self.tensor.argument.is_integer:
+            self._integers.append(values)
 
     def unexplained(self) -> np.ndarray:
         """The wrong elements with a copy outside these values, or without a gradient.
@@ -189,11 +193,25 @@ class _Range:
             np.zeros(self.wrong.shape, bool) if self.tensor.gradient_is_none is None else self.tensor.gradient_is_none
         )
         for copy in self.tensor.stitched.copies:
-            unexplained = unexplained | np.where(np.isfinite(copy), self._is_outside(copy), self._is_new(copy))
+            is_new = self._is_new(copy)
+            unexplained = unexplained | np.where(
+                np.isfinite(copy), self._is_outside(copy) | self._is_between(copy), is_new
+            )
         return self.wrong & unexplained
 
     def _is_outside(self, copy: np.ndarray) -> np.ndarray:
         return (copy > self._highest) | (copy < self._lowest)
+
+    def _is_between(self, copy: np.ndarray) -> np.ndarray | bool:
+        """Where an integer is none of the reference's, which are few: between two positions of a maximum there is none.
+
+        A count of tied rows may have any number in the range.
+        """
+        if not self._integers:
+            return False
+        met = np.sort(np.stack(self._integers), axis=0)
+        are_few = 1 + (np.diff(met, axis=0) > 0).sum(axis=0) <= FEW_INTEGERS
+        return are_few & ~(met == copy).any(axis=0)
 
     def _is_new(self, copy: np.ndarray) -> np.ndarray:
         """Where a non-finite value appears in no reference, and no reference overflows the dtype there."""
