@@ -273,6 +273,7 @@ def test_an_edit_that_ends_its_process_is_none_and_the_next_are_tried():
         ("a + n", "a - n"),
         ("a < n", "a <= n"),
         ("x.sum(0).detach()", "x.sum(0)"),
+        ("torch.no_grad()", "torch.enable_grad()"),
         ("x[1:]", "x"),
         ("rank", "rank + 1"),
         ("rank", "n"),

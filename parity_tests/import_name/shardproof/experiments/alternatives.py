@@ -40,7 +40,8 @@ _PAIRS = (
     "floor ceil, zeros ones, zeros_like ones_like, maximum logaddexp, exp exp2, log log2, cumsum cumprod, SUM AVG, "
     "SUM MAX, MAX AVG, MIN MAX, bfloat16 float32, float16 float32, float32 float64, var std, abs square, pop popleft, "
     "append appendleft, copy_ add_, scatter scatter_add, scatter_ scatter_add_, rsqrt sqrt, sub add, sub_ add_, "
-    "mul div, mul_ div_, isend irecv, all_reduce_sum all_reduce_max, floor_divide remainder, sigmoid softmax"
+    "mul div, mul_ div_, isend irecv, all_reduce_sum all_reduce_max, floor_divide remainder, sigmoid softmax, "
+    "no_grad enable_grad"
 )
 FUNCTIONS: dict[str, list[str]] = {}  # name -> others with the same parameters
 for _pair in _PAIRS.split(", "):
