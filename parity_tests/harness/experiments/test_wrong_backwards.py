@@ -60,6 +60,19 @@ class Shifted(torch.autograd.Function):
         return cotangent * ctx.saved_tensors[0] ** 2
 
 
+class Halved(torch.autograd.Function):
+    """A square; its gradient lacks a factor of 2."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0]
+
+
 class Exchanged(torch.autograd.Function):
     """Its forward hands squares to other ranks by a plain collective; its backward leaves out the square."""
 
@@ -117,6 +130,16 @@ def test_the_function_with_the_wrong_backward_is_named(function, reference, wron
     assert report.notes["d/d x"] == (
         f"forward equal, gradient not: the backward of {place} is not the derivative of its forward",
     )
+
+
+@pytest.mark.usefixtures("without_line_edits")
+def test_a_function_is_named_beside_a_factor_without_a_meaning():
+    wrong_scheme = declared(lambda mesh, x: Halved.apply(x), lambda x: x * x, mesh={"tp": (1, 2)})
+    line = inspect.getsourcelines(Halved.backward)[1] + 1  # below its decorator
+    first, second = wrong_scheme.verify().notes["d/d x"]
+    place = f"Halved at test_wrong_backwards.py:{line}"
+    assert first == f"forward equal, gradient not: the backward of {place} is not the derivative of its forward"
+    assert second.startswith("off by the constant factor 0.5: a scale is missing or wrong")
 
 
 @pytest.mark.usefixtures("without_line_edits")

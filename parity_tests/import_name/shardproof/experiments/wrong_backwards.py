@@ -22,8 +22,9 @@ from shardproof.engines.lockstep.call import CommunicationCall
 from shardproof.engines.lockstep.repair import NO_POISON, Repair, under
 from shardproof.experiments import cases
 from shardproof.experiments.unsummed_edges import Edge, Graph, place_of_backward, with_graph
+from shardproof.explain.arithmetic import names_a_number
 from shardproof.explain.clues import FORWARD_EQUAL
-from shardproof.explain.note import CONTEXT, Note
+from shardproof.explain.note import ACROSS_MESHES, CONTEXT, Note
 from shardproof.explain.sums import NO_GRADIENT
 from shardproof.report.report import Report
 from shardproof.verify_one_case import verify_case
@@ -53,8 +54,9 @@ def name_wrong_backwards(scheme: Declared, report: Report, notes: Notes) -> dict
 
 
 def _is_unexplained(notes: tuple[Note, ...]) -> bool:
-    """Whether notes say no more of a gradient than that it is wrong, or None."""
-    return FORWARD_EQUAL in notes and all(note == FORWARD_EQUAL or note.startswith(NO_GRADIENT) for note in notes)
+    """Whether notes say no more of a gradient than that it is wrong, None, or off by a number without a meaning."""
+    rest = [note for note in notes if note != FORWARD_EQUAL and not note.startswith(NO_GRADIENT)]
+    return FORWARD_EQUAL in notes and all(note.scope == ACROSS_MESHES and not names_a_number(note) for note in rest)
 
 
 def _that_makes_right(scheme: Declared, failing: Report) -> Edge | None:
