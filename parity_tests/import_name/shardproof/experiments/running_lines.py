@@ -30,6 +30,7 @@ PARALLEL_TORCH = tuple(
     f"{_TORCH}/{folder}/"
     for folder in ("distributed/fsdp", "distributed/tensor", "distributed/pipelining", "nn/parallel")
 )
+CELL = "<ipython-input"  # of IPython in a terminal; in a notebook it is a file's name
 LIBRARIES = ("builtins", "torch", "numpy", "jax", "triton", "types", "functools", "shardproof")
 
 
@@ -69,8 +70,8 @@ class _TracedProgram(Program):
         """Whether a file is the user's, or belongs to an installed package that the user's code imports."""
         if self.in_torch and file.startswith(PARALLEL_TORCH):
             return True
-        installed = INSTALLED.match(file)
-        return not (is_plumbing(file) or file.startswith("<")) and (
+        installed, is_generated = INSTALLED.match(file), file.startswith("<") and not file.startswith(CELL)
+        return not (is_plumbing(file) or is_generated) and (
             installed is None or installed[1] in self.packages.difference(LIBRARIES)
         )
 
