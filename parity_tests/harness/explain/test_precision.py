@@ -28,6 +28,8 @@ def test_an_error_far_below_a_narrow_sum_comes_from_a_formula():
     words = "a small error: a formula that cancels, far below bfloat16 accumulation, could do as much"
     assert headline(want * (1 + 2.0**-17), want, **wide) == words
     assert headline(want * (1 + 2.0**-10), want, **wide) == "a small error: bfloat16 accumulation could do as much"
+    of_roundings = evidence(want * (1 + 2.0**-17), want, budgets_by_roundings={2: 2.0**-16 * np.abs(want)}, **wide)
+    assert explain(of_roundings)[1] == "a small error: bfloat16 accumulation could do as much"
 
 
 ROUNDED = "rounded to bfloat16: each element is the bfloat16 number next to the reference's"

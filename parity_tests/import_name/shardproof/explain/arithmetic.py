@@ -379,8 +379,8 @@ def narrow_sums(evidence: Evidence) -> Iterator[Note]:
         with np.errstate(over="ignore", invalid="ignore"):
             error = np.abs(evidence.got - evidence.want)[evidence.is_wrong]
             between = np.sqrt(evidence.budgets * coarse)[evidence.is_wrong]
-        is_far = not evidence.wide_sums and (coarse > SEPARATE * evidence.budgets).all()
-        if is_far and (error < between).all():
+        is_far = not evidence.wide_sums and (coarse > SEPARATE * evidence.budgets).all() and (error < between).all()
+        if is_far and not any(extra_roundings(evidence)):  # which need no formula that cancels
             what = f"{SMALL_ERROR}, far below {cause}: {CANCELS}"
             cause = f"{CANCELS}, far below {cause},"
         yield _of_rounding(what, cause, evidence.caveat if evidence.got.size == 1 else "")
