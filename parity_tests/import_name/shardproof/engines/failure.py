@@ -1,4 +1,4 @@
-"""Failures of a run, one exception type per cause, so that Hypothesis counts causes and not messages."""
+"""Exceptions for failures of a run. Each cause has its own type, so that Hypothesis counts causes, not messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardproof.engines.ledger import Ledger
 
 # Follows the name of a missing attribute of a process group, as in mesh["tp"].get_group().
 GROUP_HINT = "mesh[axis] is a process group; mesh.device_mesh[axis] is torch's DeviceMesh"
-CANNOT_RUN = "lockstep cannot run this"  # marks lockstep's own errors; torch's C++ passes on the message only
+CANNOT_RUN = "lockstep cannot run this"  # marks lockstep's own errors: torch's C++ passes on only the message
 WRAPPED = "failed to run forward"  # torch wraps a pipeline stage's exception in an exception with this message
 
 
@@ -37,8 +37,8 @@ class NotRun(Exception):
 class RankFailure(Exception):
     """A rank failed, or the ranks could not go on together.
 
-    `rank` is the rank that caused the failure, `op` and `source` are its operation and the line that issued it,
-    `others` has a sentence for each other rank and may end with an advice, and `ledger` the calls issued so far.
+    `rank` caused the failure. `op` is its operation, and `source` is the line that issued the operation. `others` has a
+    sentence for each other rank, and may end with a piece of advice. `ledger` has the calls issued so far.
     """
 
     cause = "failed"
@@ -85,7 +85,7 @@ class RankFailure(Exception):
 
 
 def _without_rank(line: str) -> str:
-    """`raised KeyError: 'w'` of `rank 1 raised KeyError: 'w'`."""
+    """A line without its rank: `raised KeyError: 'w'` for `rank 1 raised KeyError: 'w'`."""
     return re.sub(r"^rank \d+ ", "", line)
 
 
@@ -102,7 +102,7 @@ class Died(RankFailure):
 
 
 class CollectiveMismatch(RankFailure):
-    """Ranks issued collectives or messages that do not match. A wrong value is a mismatch, see report."""
+    """Ranks issued collectives or messages that do not match. A wrong value has the verdict `mismatch`."""
 
     cause = "collective mismatch"
 

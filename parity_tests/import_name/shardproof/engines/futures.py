@@ -1,7 +1,7 @@
-"""Futures of asynchronous work: waiting for a future waits for its work, but taking a future does not.
+"""Notice waits for the futures of asynchronous work. A wait for a future waits for its work; taking a future does not.
 
-A future made by `then` or `collect_all` stands for the futures that it is made from. C++ waits for a future that a
-communication hook of DDP returns.
+A wait for a future that `then` or `collect_all` made is a wait for the futures that it was made from. If a
+communication hook of DDP returns a future, C++ waits for it.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Methods after which the caller knows that the future is complete; `done` only if it answers True.
+# A call of one of these methods counts as a wait; a call of `done` only if it returns True.
 WAIT_METHODS = ("wait", "value", "done", "add_done_callback")
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 _held: dict[int, tuple[Any, Callable[[], object]]] = {}  # by id: a future, and the function that notes a wait
-# The argument of the callback of `then` that runs now. Reading it there is not a wait by the caller.
+# The future that `then` passes to the running callback. The callback may read it; this is not a wait.
 _in_callback = threading.local()
 
 
 def hold(future: Any, waited: Callable[[], object]) -> None:
-    """Call `waited` once the caller waits for this future, or for one that follows from it."""
+    """Call `waited` when the caller first waits for this future, or for a future made from it."""
     _held[id(future)] = future, waited
 
 
 def is_called_by_python() -> bool:
-    """Whether Python called, by its name, the method that asks. C++, such as DDP's reducer, waits for its futures."""
+    """Whether Python called the method that calls this, by name. C++, such as DDP's reducer, waits for its futures."""
     method = sys._getframe(1)
     return method.f_back is not None and method.f_code.co_name in method.f_back.f_code.co_names
 
 
 def forget() -> None:
-    """At the end of a run: drop its futures."""
+    """Drop the futures of a run at its end."""
     _held.clear()
 
 
 @contextmanager
 def observed(rank_context: Callable[[], Context | None] = lambda: None) -> Iterator[None]:
-    """In this block, waiting for a future of this process notes that its work was waited for.
+    """Inside this block, a wait for a future of this process is noted as a wait for its work.
 
     A backend may call a callback in a thread of its own. The callback runs there in the context of `rank_context()`.
     """

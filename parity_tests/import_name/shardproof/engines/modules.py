@@ -1,4 +1,4 @@
-"""Judge a module: parameters go in and gradients come out by name, through DDP, FSDP2 and compilation."""
+"""Load a module's parameters and read its gradients by name, also inside DDP, FSDP2 and torch.compile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapp
 
 
 def load_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> nn.Module:
-    """Copy a tree of tensors into a module's parameters of the same names, shards into DTensors; returns the module.
+    """Copy a tree of tensors into a module's parameters of the same names, and return the module.
 
-    Each tensor has the shape of the parameter, or of the local shard of a parameter that is a DTensor. On the meta
-    device a parameter has no storage; call `module.to_empty(device=...)` first.
-    Errors: ValueError for names that differ, or for a shape that does.
+    Each tensor has the shape of its parameter; for a DTensor, the shape of this rank's shard. A parameter on the meta
+    device has no storage: call `module.to_empty(device=...)` first.
+    Errors: ValueError if the names or a shape differ between the tree and the module.
     """
     tensors = flat(parameters)
     parameters_by_name = dict(named_parameters(module))
@@ -38,7 +38,7 @@ def load_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> nn.Modu
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters by their names without wrappers."""
+    """A module's parameters, with their names without prefixes of wrappers."""
     for name, parameter in module.named_parameters():
         for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
@@ -51,9 +51,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gradients(module: nn.Module, tree: str, variables: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """The accumulated gradient of every variable: of its parameter if it is in `tree`, else its own.
+    """Read the accumulated gradient of each variable: from its parameter if it is in `tree`, else from itself.
 
-    Errors: KeyError for a parameter of the tree that the module lacks.
+    Errors: KeyError if the module lacks a parameter of the tree.
     """
     accumulated = {f"{tree}.{name}": parameter.grad for name, parameter in named_parameters(module)}
     gradient_by_name = {}

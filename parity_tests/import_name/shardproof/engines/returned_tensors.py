@@ -13,9 +13,9 @@ SUMMED = "P"
 
 
 def check_placements(part: Any, arg: Argument, axes: tuple[str, ...], who: str) -> None:
-    """RankFault if the placements of a DTensor contradict the spec of the output on an axis of several ranks.
+    """Raise RankFault if a DTensor's placement on an axis of several ranks contradicts the output's spec.
 
-    An axis that the DTensor's mesh does not have, or does not name, is not checked.
+    Axes that are missing or unnamed in the DTensor's mesh are not checked.
     """
     names = part.device_mesh.mesh_dim_names or ()
     for index, (axis, placement) in enumerate(zip(names, part.placements, strict=False)):
@@ -41,7 +41,7 @@ def _placement_text(sharded: list[int], letter: str) -> str:
 
 
 def check_storage(part: torch.Tensor, what: str) -> None:
-    """RankFault if the storage ends before the tensor does: it was freed or resized, and reading it would crash."""
+    """Raise RankFault if a tensor's storage is too short: it was freed or resized, and a read would crash."""
     if not part.numel():
         return
     last = part.storage_offset() + sum(

@@ -1,7 +1,7 @@
 """The lockstep engine: every rank is a thread of this process, one runs at a time, and their order is deterministic.
 
-A session holds the threads, groups and meshes of one mesh and serves example after example; after a failure it is
-discarded. Threads cannot be killed: a rank in an endless loop is reported and interrupted at its next Python
+A session holds the threads, groups and DeviceMeshes for one mesh and runs one example after another. After a failure it
+is discarded. Threads cannot be killed: a rank in an endless loop is reported and interrupted at its next Python
 instruction; a thread inside a C call is abandoned.
 
 Each rank has its own copy of the globals of the scheme's modules (see rank_globals.py). Blind spot: ranks share the
@@ -83,9 +83,9 @@ def _shared_propagation() -> AbstractContextManager[None]:
 
 @contextmanager
 def _raised_exits() -> Iterator[None]:
-    """Let `os._exit` on a rank end that rank, as in a process of its own, instead of this process.
+    """Make `os._exit` end only the rank that calls it, as if the rank were a process.
 
-    This process would end without a verdict, with the rank's status. A process that a rank forks still exits.
+    Else this process would end with the rank's status and without a verdict. A process that a rank forks still exits.
     """
     if exits.are_installed():
         yield
@@ -117,7 +117,7 @@ def _session(fn: Job, case: CaseSpec, quiet_s: float) -> Session:
 
 
 def forget_sessions() -> None:
-    """In a forked process, which has none of the threads: the next run of each mesh starts its own."""
+    """Forget all sessions in a forked process. It has none of their threads; the next run of a mesh starts new ones."""
     _sessions.clear()
 
 
@@ -195,7 +195,7 @@ class Session:
         """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled.
 
         A rank inside torch.compile may take longer. If a rank holds the interpreter in native code, this thread does
-        not run: then the parent of a command sees no more beats, and ends the process.
+        not run. The parent of the command then gets no beats, and ends this process.
         """
         moves, moved, since, is_compiling = -1, 0.0, 0.0, False
         last_seen.beat(quiet_s)
@@ -211,14 +211,14 @@ class Session:
             is_compiling = now - moved < compiling.LIMIT_S and compiling.is_compiling(thread)
             if is_compiling:
                 since = now  # the limit starts after the compiler
-            elif now - since >= quiet_s and self._scheduler.moves == moves:  # it may have left meanwhile
+            elif now - since >= quiet_s and self._scheduler.moves == moves:  # it may have moved meanwhile
                 stalled = self._exchange.stalled(_users_stack(thread), quiet_s)
                 self._scheduler.failure = self._scheduler.failure or stalled
                 self._halt()
                 return
 
     def _halt(self) -> None:
-        """Interrupt the running rank at its next Python instruction; one inside a C call is left behind."""
+        """Interrupt the running rank at its next Python instruction. A rank inside a C call is abandoned."""
         thread = self._threads[self._scheduler.running].ident or 0
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Halt))
 
@@ -277,5 +277,5 @@ def _users_stack(thread: int) -> str:
 
 
 def rank_seed(case: CaseSpec, rank: int) -> int:
-    """The seed of a rank's default generator, each rank its own."""
+    """The seed of a rank's default generator; each rank has its own seed."""
     return case.seed + rank
