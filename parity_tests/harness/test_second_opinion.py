@@ -228,7 +228,7 @@ def test_a_scheme_may_exclude_that_it_is_called_before(first):
     (scheme,) = schemes_of_file(file)
     report = scheme.verify(tp=2, seed=3)
     assert report.verdict == "engines disagree"
-    assert report.engines_disagree == f"{second_opinion.STATE_BETWEEN_CALLS}, which the scheme excludes"
+    assert report.engines_disagree == f"{second_opinion.STATE_BETWEEN_CALLS}; the scheme excludes this condition"
 
 
 @pytest.mark.slow

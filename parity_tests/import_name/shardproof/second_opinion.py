@@ -1,12 +1,12 @@
-"""Verifies a failing case again before it is reported, in fresh processes, which share nothing with this one.
+"""Verify a failing case again in fresh processes, which share nothing with this one, before it is reported.
 
-Ranks of lockstep are threads of one process, so the ranks, and all schemes of a run, share state that a library keeps
-per process. A failing case is run again on gloo. If it passes there, the function may be right, and the report names
+Ranks of lockstep are threads of one process. So the ranks, and all schemes of a run, share the state of libraries in
+this process. A failing case is run again on gloo. If it passes there, the function may be right, and the report names
 other possible causes.
 
-One possible cause is in the function: state that it keeps from an earlier call. This process has made many calls, so a
-case can fail here even if no calling condition was drawn. It is verified again in fresh processes after a call with
-other values or other sizes. If that fails, the report and the replay contain the case and the call before it.
+The function itself may keep state from an earlier call. This process has made many calls, so a case can fail here even
+if no calling condition was drawn. The case is verified again in fresh processes, after a call with other values or
+other sizes. If it fails there, the report and the replay contain the case and the call before it.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ FRESH_PROCESS_TIMEOUT_S = 180.0  # a fresh interpreter imports torch and JAX and
 REMEDY = "bind it in setup=, name its module in isolate=, or verify with --engine gloo"
 PASSES_ON_GLOO = (
     "gloo passes this case in fresh processes, so lockstep's result says nothing about the function. Ranks of lockstep "
-    f"are threads, which share what a library keeps for its process: {REMEDY}. Or a buffer is used before its wait, "
+    f"are threads, which share the state of libraries: {REMEDY}. Or the function uses a buffer before its wait, "
     "which gloo does not see"
 )
 LIMIT = "it passes there: this is a limit of lockstep, not a verdict on the function"  # the failure names the remedy
 SHARES_NOTHING = "gloo passes this case in fresh processes, which share nothing"  # the failure itself names the remedy
 PROCESS_CHANGED = (
-    "the case passes in a fresh process where no other scheme is verified: one that was imported or verified before "
-    "has left something changed in this process (a handler, a patched function, a default)"
+    "the case passes in a fresh process where no other scheme is verified: a scheme that was imported or verified "
+    "earlier has changed this process (a handler, a patched function, a default)"
 )
 STATE_BETWEEN_CALLS = (
-    "the function keeps state between calls: in fresh processes this case is equal as the first call and fails after "
-    "another one"
+    "the function keeps state between calls: in fresh processes this case passes as the first call and fails after "
+    "another call"
 )
 PASSES_FRESH = (
-    "the case passes in fresh processes: an example before it may have left what the function keeps (a cache, a "
+    "the case passes in fresh processes: an earlier example may have changed state that the function keeps (a cache, a "
     "buffer, a counter)"
 )
-CARRIED_OUT = "it carries out what other backends reject"
+CARRIED_OUT = "it accepts a call that other backends reject"
 VERIFIED: set[str] = set()  # keys of schemes for which this process has drawn cases
 
 
 def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = None) -> Report:
     """The report of a failing case, with the verdict of fresh processes if they can be started.
 
-    `earlier` is the case before shrinking; the failure may need its other call. Gloo's processes run one case after
-    another, so a case that fails in them is verified in fresh processes too.
+    `earlier` is the case before shrinking; the failure may need the other call of that case. Processes of gloo run many
+    cases, so a case that failed in them is verified in fresh processes too.
     """
     files = {other.file for other in TABLE.values()}
     has_other_schemes = bool(VERIFIED - {scheme.key} or files - {scheme.file})
@@ -80,13 +80,13 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     if on_gloo is None:
         return _not_repeated(report, reason or "its processes could not be started with this function")
     if isinstance(on_gloo.failure, Stalled) and not isinstance(report.failure, Stalled):
-        return _not_repeated(report, "its processes stalled, as on a busy machine, which confirms nothing")
+        return _not_repeated(report, "its processes stalled, as on a busy machine, and a stall confirms nothing")
     if on_gloo.verdict == report.verdict or _is_of_gloo_too(report, on_gloo):
         return replace(report, confirmed_on="gloo")
     if on_gloo.verdict != "equal":
         return _not_repeated(report, f"it fails there in another way, {on_gloo.verdict}")
     if isinstance(report.failure, Unwaited) or report.only_unwaited:
-        return _not_repeated(report, "there its work was complete when the rank returned, which need not be so")
+        return _not_repeated(report, "there its work was complete when the rank returned, which is not guaranteed")
     if _is_rejection_only(report):
         return _not_repeated(report, CARRIED_OUT)
     if report.failure is not None and CANNOT_RUN in str(report.failure):
@@ -107,7 +107,7 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
 
 
 def _fails_otherwise(scheme: Declared, report: Report, on_gloo: Report, earlier: CaseSpec | None) -> Report | None:
-    """A failing report of a related case, if the case itself passes: after another call, or before shrinking."""
+    """The failing report of the case after another call, or of the case before shrinking; None if none fails."""
     first_calls: dict[CaseSpec, Report | None] = {report.case: on_gloo}
     for case in _after_another_call(scheme, report.case, earlier):
         after = _on_fresh_gloo(scheme, case)
@@ -130,7 +130,7 @@ def _without_verdict(report: Report, reason: str) -> Report:
 
 
 def _not_repeated(report: Report, reason: str) -> Report:
-    """Add the reason why gloo confirms nothing to a lockstep report; a gloo report is from real processes already."""
+    """Add the reason why gloo confirms nothing to a lockstep report. A gloo report is from real processes already."""
     return replace(report, not_repeated=reason) if report.case.engine == "lockstep" else report
 
 
@@ -141,7 +141,7 @@ def _unseen_by_gloo(scheme: Declared, report: Report) -> str | None:
     if report.case.world > MAX_RANKS:
         return f"the case has {report.case.world} ranks, and at most {MAX_RANKS} are started for it"
     if isinstance(report.failure, Deadlock):
-        return "there a deadlock cannot be told from a slow rank, and a small message needs no receiver"
+        return "there a deadlock cannot be told from a slow rank, and a small message is sent without a receiver"
     if isinstance(report.failure, Modified):
         return "it does not see a buffer that is changed before its wait"
     if report.failure is not None:
@@ -161,7 +161,7 @@ def _is_rejection_only(report: Report) -> bool:
 
 
 def _is_of_gloo_too(report: Report, on_gloo: Report) -> bool:
-    """Whether gloo shows the same failure as another verdict: a rejected call raises, and a rank that exits died."""
+    """Whether gloo gives the same failure another verdict: `raised` for a rejected call, `died` for an exit."""
     if on_gloo.verdict == "raised":
         return _is_rejection_only(report)
     return on_gloo.verdict == "died" and isinstance(getattr(report.failure, "__cause__", None), SystemExit)
@@ -180,7 +180,7 @@ def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
 
 
 def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | None) -> Iterator[CaseSpec]:
-    """Cases after another call: first the other calls of the case before shrinking, then one call of each kind."""
+    """Cases after another call: calls of the case before shrinking, then calls of other values, then larger calls."""
     if scheme.module is not None:
         return
     first_calls = [without_other_calls(case)]
@@ -192,13 +192,13 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
             yield earlier
         if earlier.mesh == case.mesh:
             yield from (_after(first_calls[0], record) for record in calls.values())
-    # Kept state may be right by chance, like a count of few elements, so other values are drawn more than once.
+    # Kept state may be right by chance, for example a count of few elements, so draw several other calls.
     for attempt, is_of_the_same_shapes in ((1, True), (2, False), (3, True), (4, True)):
         for first in dict.fromkeys(first_calls):
             choose = seeded_chooser(first.seed + attempt)
             other = another(scheme, first, first.scheme_mesh, choose, same_shapes=is_of_the_same_shapes)
             yield _after(first, record_of(other))
-    # A buffer that is reused if it is large enough fails only after a larger call, so one dim is made larger.
+    # A function that reuses a buffer if it is large enough fails only after a larger call, so make one dim larger.
     for dim in size_choices.free_dims(scheme):
         larger = _of_larger(scheme, first_calls[0], dim)
         if larger is not None:
@@ -206,7 +206,7 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
 
 
 def _of_larger(scheme: Declared, case: CaseSpec, dim: str) -> CaseSpec | None:
-    """A case on the same mesh with one dim twice as large, or of the next declared size; None if there is none."""
+    """A case on the same mesh with one dim doubled, or set to the next declared size; None if that is impossible."""
     size, declared = case.dims[dim], scheme.dims.get(dim)
     sizes = (2 * size,) if declared is None else sorted(n for n in declared if isinstance(n, int) and n > size)
     fixed = {**case.scheme_mesh, **{name: case.dims[name] for name in size_choices.free_dims(scheme)}, **case.options}
@@ -221,15 +221,15 @@ def _after(case: CaseSpec, record: Any) -> CaseSpec:
 
 
 def _with_state_between_calls(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
-    """The report of a case that fails in fresh processes, replayed on the engine that was verified."""
+    """The report of a case that fails only after another call. Its replay uses the engine that was verified."""
     if "call_before" in scheme.excluded_conditions:
-        return _without_verdict(report, f"{STATE_BETWEEN_CALLS}, which the scheme excludes")
+        return _without_verdict(report, f"{STATE_BETWEEN_CALLS}; the scheme excludes this condition")
     shown = _of_another_case(report, after, after.case.replace(engine=engine))
     return replace(shown, conditions_needed=True, state_between_calls=STATE_BETWEEN_CALLS)
 
 
 def _of_another_case(report: Report, failing: Report, case: CaseSpec) -> Report:
-    """The report of a case that fails in fresh processes, instead of the case that passes there."""
+    """Replace the report of a case that passes in fresh processes by that of a case that fails there."""
     of_all_examples = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(
         failing,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NARROW = ("bfloat16", "float16")
 SHOWN_INTEGERS = 16  # elements of an integer input that a report shows
-MORE_ROUNDINGS = (2, 4)  # multiples of the declared number; storing intermediates causes no larger errors
+MORE_ROUNDINGS = (2, 4)  # times the declared roundings: stored intermediates cause no larger errors
 
 
 @outside_modes()
@@ -51,7 +51,7 @@ def verify_case(
     arrays: Mapping[str, np.ndarray] | None = None,
     cotangents: Mapping[str, np.ndarray] | None = None,
 ) -> Report:
-    """The report of one case, without shrinking; notes are not tested on other cases.
+    """Verify one case and return its report. The case is not shrunk, and notes are not tested on other cases.
 
     `arrays` (full inputs by name) and `cotangents` (by output) replace the drawn ones. `reference` is an already
     evaluated reference; `wrap_program` wraps the function that each rank runs. A failed rank is reported, not raised.
@@ -76,7 +76,7 @@ def verify_case(
         undefined = undefined_gradients(scheme, program, case, reference)
         tensors = compare.compare(scheme, case, ranks.results, reference, undefined)
     declared = side_checks.declared_costs(scheme, case, program)
-    # 4. Explain each wrong tensor, if its reference repeats itself.
+    # 4. Explain each wrong tensor. The reference must return equal values when it is evaluated again.
     if arrays is None and not all(tensor.ok for tensor in tensors):
         check_repeats(scheme, program, case, reference)
     notes = _notes(scheme, program, case, ranks, tensors)
@@ -97,7 +97,7 @@ def verify_case(
 
 
 def of_failed_rank(scheme: Declared, case: CaseSpec, failure: RankFailure) -> Report:
-    """The report of a case after a rank has failed, and perhaps the process with it."""
+    """The report of a case in which a rank failed and may have ended its process."""
     program = Program.of(scheme)
     return _failed(scheme, program, case, failure, _source(scheme, program, case))
 
@@ -118,7 +118,7 @@ def _failed(
 def _protocol(
     scheme: Declared, case: CaseSpec, ledger: Ledger, tensors: Sequence[compare.TensorComparison]
 ) -> tuple[Finding, ...]:
-    # On lockstep a result is poisoned until its wait, so finite tensors have read none before.
+    # On lockstep a result is poisoned until its wait: if no tensor has a NaN, no poisoned result was read.
     is_poisoned = case.engine == "lockstep" and not any(np.isnan(tensor.got).any() for tensor in tensors)
     return side_checks.protocol(ledger, scheme.engines, poisoned=is_poisoned)
 
@@ -144,9 +144,9 @@ def _check_custom_layouts(scheme: Declared, case: CaseSpec) -> None:
 
 
 def _shards(scheme: Declared, program: Program, case: CaseSpec, rank: int) -> str:
-    """`rank 1 has x (2,4) of 'b i/tp', ids (2) of 'b' = [0, 3]`: a wrong spec gives a function other shapes.
+    """The shapes of a rank's inputs, to show a wrong spec: `rank 1 has x (2,4) of 'b i/tp', ids (2) of 'b' = [0, 3]`.
 
-    Small integer inputs, as ids and offsets, are there with their values.
+    Small integer inputs, such as ids and offsets, also show their values.
     """
     coords = inputs.coordinates(case.mesh)[rank]
     texts = []
@@ -183,7 +183,7 @@ def _notes(
 def _budgets_by_roundings(
     scheme: Declared, program: Program, case: CaseSpec, results: Sequence[RankResult]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """Error budgets if more roundings were declared, {roundings: {tensor: budgets}}; only for narrow dtypes."""
+    """Error budgets for more declared roundings, as {roundings: {tensor: budgets}}; empty for wide dtypes."""
     if case.dtype not in NARROW:
         return {}
     by_count = {}
