@@ -33,10 +33,10 @@ def page(
     without_report: Sequence[str] = (),
     titles: Mapping[str, str] | None = None,
 ) -> str:
-    """A full page with the verdicts of one or several schemes; among several, equal ones are folded.
+    """A full page with the verdict of each scheme. If there are several schemes, the equal ones are folded.
 
-    `without_report` has one sentence for each scheme that was not run or not judged. `titles` has the text for each
-    scheme's key, which no other scheme has; default: its name.
+    `without_report` has one sentence for each scheme that was not run or not judged. `titles` maps a
+    scheme's key to a title that no other scheme has; the default title is the scheme's name.
     """
     named = [(report, (titles or {}).get(report.scheme, report.scheme.rpartition(":")[2])) for report in reports]
     others = [tag("p", sentence, class_="quiet") for sentence in without_report]
@@ -59,13 +59,13 @@ def page(
 
 
 def fragment(report: Report) -> str:
-    """A report in a notebook: the text first, which remains where pictures are removed."""
+    """The HTML of a report in a notebook. The text comes first, and stays if the pictures are removed."""
     text = tag("pre", str(report))
     return in_notebook(text, tag("details", tag("summary", "the case, drawn"), *_pictures(report), open=""))
 
 
 def _anchor(title: str) -> str:
-    return f"scheme-{quote(title, safe='/:')}"  # a path may have spaces, and an id none
+    return f"scheme-{quote(title, safe='/:')}"  # a path may contain spaces, an HTML id may not
 
 
 def _table(named: Sequence[tuple[Report, str]]) -> Element:
@@ -83,7 +83,7 @@ def _table(named: Sequence[tuple[Report, str]]) -> Element:
 
 
 def _folded(report: Report, title: str) -> Element:
-    """One of several schemes: in full unless it is equal, else only its ledger, folded."""
+    """A scheme on a page of several: in full if it failed, else only its facts and transfers, folded."""
     if not report.ok:
         return tag("section", _section(report, title))
     summary = tag("summary", title, " ", _verdict(report))
@@ -110,7 +110,7 @@ def _verdict(report: Report) -> Element:
 
 
 def _clearest(report: Report) -> Report:
-    """The report of the larger case that shows more of the mistake, if there is one."""
+    """The report of a larger case that shows more of the mistake, else `report`."""
     return report if report.clearer_report is None else report.clearer_report
 
 
@@ -127,7 +127,7 @@ def _facts(report: Report) -> Element:
 
 
 def _findings(report: Report) -> list[Element]:
-    """What is wrong: each sentence once, and the blamed lines that no sentence names."""
+    """Each finding once, and the blamed lines that no finding names."""
     sentences = [str(report.failure)] if report.failure is not None else []
     sentences += [f"engines disagree: {report.engines_disagree}"] if report.engines_disagree is not None else []
     sentences += [*report.protocol, *report.cost, *said_once(report.hygiene)]
