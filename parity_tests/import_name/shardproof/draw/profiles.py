@@ -1,4 +1,4 @@
-"""Profiles: the number of examples and of shapes; they are Hypothesis profiles, and Hypothesis knows the active one."""
+"""Profiles set the numbers of examples and of shapes. They are Hypothesis profiles; Hypothesis keeps the active one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def register_profiles() -> None:
 
     quiet = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
     for name, examples in EXAMPLES.items():
-        # Said of each profile, since Hypothesis's own default repeats examples where CI is set.
+        # Set in each profile: Hypothesis's default profile repeats examples if the variable CI is set.
         repeated = name in REPEATED
         stored = {"database": None} if repeated else {}
         settings.register_profile(name, max_examples=examples, derandomize=repeated, **quiet, **stored)
 
 
 def few(examples: int) -> int:
-    """The number of examples of a test that names one: a third of it with the profile `fast`, else as it is."""
+    """A third of `examples`, rounded up, with the profile `fast`, else `examples`; for a test that sets its number."""
     return -(-examples // 3) if profile() == "fast" else examples
 
 
 def profile() -> str:
-    """The active profile: from `in_force`, else from Hypothesis; `dev` if that is not one of ours."""
+    """The active profile, from `in_force` or else from Hypothesis; `dev` if Hypothesis has another profile or none."""
     if _IN_FORCE:
         return _IN_FORCE[-1]
     if "hypothesis" not in sys.modules:
