@@ -2,7 +2,7 @@
 
 
 def counted(number: int, noun: str) -> str:
-    """The number and the noun, in the plural unless it is 1.
+    """The number and the noun, in the plural unless the number is 1.
 
     >>> counted(1, "call"), counted(0, "call"), counted(2, "mesh")
     ('1 call', '0 calls', '2 meshes')
