@@ -14,23 +14,23 @@ from shardproof.endings.raised import EXITS, chain
 EQUAL, MISMATCH, USAGE, RANK_FAILED, NOTHING, INTERNAL, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 70, 130, 141
 BY_SIGNAL = 128  # plus the number of the signal, as a shell reports it
 INTERRUPTED_SENTENCE = "interrupted; what was not printed was not judged"
-WORST_FIRST = (INTERNAL, RANK_FAILED, MISMATCH, USAGE)  # of several outcomes of one command
+WORST_FIRST = (INTERNAL, RANK_FAILED, MISMATCH, USAGE)  # a command with several outcomes exits with the first
 
 
 def worst(statuses: Iterable[int]) -> int | None:
-    """The status that wins; None if none of them is in WORST_FIRST."""
+    """The worst of the statuses; None if none of them is in WORST_FIRST."""
     found = set(statuses)
     return next((status for status in WORST_FIRST if status in found), None)
 
 
 def of_error(error: BaseException) -> int:
-    """The status of a user's mistake: the status that the error names, 3 if an exit caused it, else 2."""
+    """The status of a user's mistake: 3 if an exit caused the error, else the error's own status, else 2."""
     has_left = any(isinstance(cause, EXITS) for cause in chain(error))
     return RANK_FAILED if has_left else getattr(error, "status", USAGE)
 
 
 class NotJudged(Exception):
-    """The only scheme of a command has no verdict; the message is the sentence that says why."""
+    """The only scheme of a command has no verdict; the message says why."""
 
     def __init__(self, sentence: str, status: int) -> None:
         super().__init__(sentence)
