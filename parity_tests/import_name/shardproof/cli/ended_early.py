@@ -1,4 +1,4 @@
-"""Outcomes of schemes after an early end: the command was interrupted, or an earlier process of it died."""
+"""Add outcomes of schemes after the command was interrupted, or after an earlier process of the command died."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardproof.verify_one_case import of_failed_rank
 def declared_again(targets: list[str], outcome: Outcome) -> list[Declared | FailedDeclaration | FailedImport] | None:
     """The declarations of the targets; None if this process only prints the verdicts of an earlier one.
 
-    A file may have been edited since that process imported it: if it cannot be imported now, `outcome` says so.
+    A file may have been edited since the earlier process imported it. If it cannot be imported now, `outcome` says so.
     """
     has_earlier = journal.current is not None and any(journal.current.of_earlier())
     if supervised.is_over and not (supervised.may_import and has_earlier):
@@ -42,7 +42,7 @@ def declared_again(targets: list[str], outcome: Outcome) -> list[Declared | Fail
 
 
 def add_earlier(outcome: Outcome) -> None:
-    """Add the outcomes of an earlier process for schemes that this one does not declare or import again."""
+    """Add the outcomes that earlier processes have left for schemes without an outcome in this process."""
     if journal.current is None:
         return
     outcomes, found, lost = journal.current.of_earlier()
@@ -60,7 +60,7 @@ def add_earlier(outcome: Outcome) -> None:
 def end_early(
     outcome: Outcome, schemes: Sequence[Declared], found: Mapping[str, Report], options: VerifyOptions
 ) -> None:
-    """Add the schemes without an outcome after an interrupt. The first has a verdict if a failing case was found."""
+    """Add an outcome for each scheme that an interrupt left without one; the first may have a failing case already."""
     rest = [scheme for scheme in schemes if scheme.key not in outcome.keys]
     if not rest:
         return
@@ -77,9 +77,9 @@ def end_early(
 
 
 def remembered(scheme: Declared, judged: Callable[[], Outcome], options: VerifyOptions) -> Outcome:
-    """The outcome of a scheme: from an earlier process of this command, which has died, or else `judged()`.
+    """The outcome of a scheme: from an earlier process of this command that has died, else from `judged()`.
 
-    If that process died of this scheme after it had found a failing case, this is its report.
+    If the process died while it judged this scheme, the outcome has the failing case that it had found, or the death.
     """
     record = journal.current
     if record is None:
@@ -107,19 +107,19 @@ def remembered(scheme: Declared, judged: Callable[[], Outcome], options: VerifyO
 
 
 def of_death(scheme: Declared, known: tuple[RankFailure, str] | None) -> Report | None:
-    """The report of the rank that failed and so ended an earlier process; None if that process died otherwise."""
+    """The report of a failed rank that ended an earlier process; None if the process died of another cause."""
     if known is None:
         return None
     failure, text = known
     try:
         return of_failed_rank(scheme, CaseSpec.from_json(text), failure)
-    except BaseException as error:  # a case that was too long to be kept, or a draw of the user's
+    except BaseException as error:  # the case was too long to be kept, or a user's draw raised
         pass_interrupt(error)
         return None
 
 
 def substituted(scheme: Declared, options: VerifyOptions) -> Declared:
-    """The scheme on the implementation that is given, if one is. Errors: NotOffered, NotApplicable."""
+    """The scheme on the implementation that the options name, if they name one. Errors: NotOffered, NotApplicable."""
     if options.implementation is None:
         return scheme
     return narrowed(on_implementation(scheme, options.implementation), options.fixed)
