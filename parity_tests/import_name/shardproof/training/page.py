@@ -1,4 +1,4 @@
-"""The docs page with the errors of each mesh: the list of runs, and their table."""
+"""List the training runs for the docs page, and write the page with a table of their errors."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ EXPERT_MESHES: tuple[dict[str, int], ...] = (
 HEAD = """# Training on {count} meshes
 
 {steps} steps of the same run on every mesh, each step compared with one device; see [how to train](how-to/train.md).
-Each error is the largest over all steps: the norm of the difference over the norm of the tensor. *of budget* is the
-largest ratio of an error to its budget.
+An error is the norm of the difference divided by the norm of the tensor; the table has the largest error of all steps.
+*of budget* is the largest ratio of an error to its budget.
 
 Written by `shardproof train --page docs/training.md`{stamp}.
 
@@ -75,7 +75,7 @@ COLUMNS = (
 
 
 def runs(**settings: Any) -> list[Run]:
-    """Every mesh in each dtype, float64 first; then the meshes of runs with experts, with each optimizer."""
+    """All runs: each mesh in each dtype, float64 first; then runs with experts on their meshes, with each optimizer."""
     dense = [Run(mesh=mesh, **{**settings, **how, "dtype": dtype}) for dtype in DTYPES for mesh, how in MESHES]
     return dense + [
         Run(mesh=mesh, **{**settings, "has_experts": True, "optimizer": optimizer, "dtype": dtype})
