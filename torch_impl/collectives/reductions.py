@@ -25,8 +25,8 @@ def all_reduce(
         +Az        Ax + Ay + Az
 
     On a single device: `return x`, the identity.
-    `out` is the gradient type of the result. Backward: for "I" every rank has the same cotangent, and this is the
-    gradient. For "R" the cotangents are addends, and their sum is the gradient.
+    `out` is the gradient type of the result. Backward: for "I" all ranks have equal cotangents, and the
+    gradient is that cotangent. For "R" the gradient is the sum of the ranks' cotangents.
 
     Cost:   forward 1 all_reduce of x; backward none for "I", 1 all_reduce for "R". bfloat16 and float16
             are sent and summed as float32. Saves nothing.
@@ -47,8 +47,8 @@ def all_reduce_max(
         Ay   =>   max(Ax, Ay, Az)
         Az        max(Ax, Ay, Az)
 
-    The result never requires grad: use it as a shift that cancels, as in a stable softmax. A NaN on one rank may be
-    lost, since backends compare with <, unlike torch.maximum.
+    The result never requires grad. Use it as a shift that cancels, for example in a stable softmax. Backends compare
+    with <, so a NaN on one rank may be lost; torch.maximum keeps it.
 
     Cost:   forward 1 all_reduce of x, in its dtype. Saves nothing.
     Errors: TypeError if group is not a ProcessGroup.
@@ -66,15 +66,15 @@ def all_reduce_max(
 def broadcast(
     x: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "axis"], *, src: int, out: GradientType
 ) -> ShardedAny[Tensor, "... axis=R"] | ShardedAny[Tensor, "... axis=I"]:
-    """The tensor of rank `src` of the group, on every rank. The values of the other ranks are not read.
+    """Send the tensor of the group's rank `src` to every rank. The values of the other ranks are not read.
 
         Ax        Ay
         Ay   =>   Ay        for src=1
         Az        Ay
 
-    On a single device: `return x[src]`, if x has the ranks' tensors stacked.
-    `out` is the gradient type of the result. Backward: zero on every rank but src. On src, for "R" the cotangents are
-    addends and their sum is the gradient; for "I" the cotangents are equal and each is the gradient.
+    On a single device: `return x[src]`, where x is the stack of the ranks' tensors.
+    `out` is the gradient type of the result. Backward: the gradient is zero on every rank but src. For "R"
+    the gradient on src is the sum of the ranks' cotangents; for "I" the cotangents are equal, and it is src's own.
 
     Cost:   forward 1 broadcast of x; backward 1 reduce to src ("R", summed in float32 or wider) or none
             ("I"). Saves nothing.
@@ -100,7 +100,7 @@ class _AllReduce(torch.autograd.Function):
 
 # Gradient types: I -> R.
 def as_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x with gradient type R: the ranks' cotangents are addends. x itself if it does not require grad.
+    """x with gradient type R: backward sums the ranks' cotangents. Returns x itself if x does not require grad.
 
     No collective forward; 1 all_reduce backward.
     """
@@ -133,7 +133,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _ToSource(torch.autograd.Function):
-    """The transpose of a broadcast: on rank src the sum of the cotangents ("R") or its own ("I"), zeros elsewhere."""
+    """The transpose of a broadcast. Rank src gets the sum of the cotangents ("R") or its own ("I"), others zeros."""
 
     @staticmethod
     def forward(ctx: Any, cotangent: Tensor, group: ProcessGroup, src: int, out: str) -> Tensor:
