@@ -1,7 +1,7 @@
-"""Find the keys that each rank's queries see, which are exactly the keys that an exchange must send.
+"""Find the keys that each rank's queries see. An exchange must send exactly these keys.
 
-They depend only on the layout with its prefixes, the causal rule and the window, so every rank knows them for all ranks
-before anything is sent.
+They depend only on the layout with its prefixes, the causal rule and the window. So every rank computes the keys of all
+ranks before anything is sent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch_impl.layouts.token_layout import TokenLayout
 
 
 def needed_rows(layout: TokenLayout, causal: bool, window: int | None) -> Bool[Tensor, "n n rows"]:
-    """The rows of keys that ranks need from each other: [r, s, i] tells if a query of rank r sees row i of rank s.
+    """The rows of keys that ranks need from each other: [r, s, i] is true if a query of rank r sees row i of rank s.
 
-    A rank's own rows do not count as needed. No rank needs padding.
+    A rank's own rows and rows of padding are always false.
 
     Cost: for each rank a search of all positions, on the layout's device.
     """
@@ -51,18 +51,18 @@ def _seen_by(layout: TokenLayout, rank: int, causal: bool, window: int | None) -
 
 
 def _seen_by_continuations(layout: TokenLayout, queries: Int64[Tensor, " rows"], span: int) -> Bool[Tensor, " total"]:
-    """Whether a query of a continuation of the key's sequence is less than `span` positions after the key."""
+    """Whether a sequence that continues the key's has a query less than `span` positions after the key."""
     # 1. Find the rank's first real query of each sequence, and its position counted from the prefixes' start.
     start, real = layout.cu_padded[:-1].long(), layout.cu_real.long().diff()
     place = _at(queries, torch.searchsorted(queries, start), beyond=layout.total) - start
     never = 2 * layout.total
     first = torch.where(place < real, place + layout.lengths_before, never)
-    # 2. Find the first query of each sequence's continuations: they follow all its keys, so the first is the nearest.
+    # 2. Find the first query in each sequence's continuations. It follows all keys of the sequence and is nearest.
     nearest = torch.full_like(first, never)
     for level in prefix_levels(layout.prefix_of):
         continued, prefix = pairs_of(level, first.device)
         nearest.scatter_reduce_(0, prefix, first[continued], "amin")
-    # 3. No two real tokens are `total` positions apart.
+    # 3. Real tokens are less than `total` positions apart, and `never` is at least `total` after each key.
     return nearest[layout.sequence_ids] - layout.position_ids < min(span, layout.total)
 
 
