@@ -48,7 +48,7 @@ def _check_triton(request: str, name: str, device: torch.device) -> None:
     # Imported after the check above, since a kernel's module imports Triton.
     from torch_impl.kernels.softmax import _statistics
 
-    # Triton chooses its interpreter when a kernel is declared, and the kernel is then not a JITFunction.
+    # Triton chooses its interpreter when a kernel is declared. An interpreted kernel is not a JITFunction.
     if device.type != "cuda" and isinstance(_statistics, triton.JITFunction):
         raise Rejected(
             f"backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "
@@ -58,7 +58,7 @@ def _check_triton(request: str, name: str, device: torch.device) -> None:
 
 @functools.cache
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f, a function of row blocks, under `torch.compile`; it recompiles for each dtype and set of outputs."""
+    """Compile f, a function of row blocks. torch.compile recompiles it for each dtype and set of outputs."""
     # The compiler also specializes on one row and on one column; all variants together exceed its default limit of 8.
     limit: dict[str, Any] = (
         {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
