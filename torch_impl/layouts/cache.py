@@ -1,11 +1,11 @@
 """Caches for values derived from a layout, such as index arrays and block schedules; fake tensors are never cached.
 
 The cache belongs to the layout object, and no lookup compares tensors: build one TokenLayout per batch, and all layers
-share its cache. Without sharing, each of four attention layers rebuilt layout and block schedule: for 8 sequences of 64
-tokens this took 1.7 ms of a layer's 3.5 ms, for 32 sequences of 256 no measurable time (one CPU core).
+share its cache. Without sharing, each of four attention layers rebuilt its layout and block schedule. On one CPU core
+this took 1.7 ms of a layer's 3.5 ms for 8 sequences of 64 tokens, and no measurable time for 32 sequences of 256.
 
-Under FakeTensorMode, which torch uses to estimate memory and time, tensors have no values: nothing computed there is
-cached, and nothing cached is returned there.
+Under FakeTensorMode, which torch uses to estimate memory and time, tensors have no values. In this mode the cache is
+neither read nor written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ for_training = torch.inference_mode(False)
 
 def has_numbers() -> bool:
     """Whether a tensor created now has values; fake and functionalized tensors have none."""
-    # Dynamo must trace the branch for real tensors, which the compiled program will have.
+    # The compiled program will have real tensors, so Dynamo must trace the branch for them.
     if torch.compiler.is_compiling():
         return True
     # No public function tells whether a fake or functional mode is active, so create a tensor and look at it.
