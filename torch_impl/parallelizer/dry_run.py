@@ -1,4 +1,4 @@
-"""A dry run of parallelizing a model over a mesh: shards, bytes and collectives, without ranks, memory or messages."""
+"""Predict a parallelized model's shards, bytes and collectives, without ranks, memory or messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_PARTS = {1: "", 2: " of each half", 3: " of each third"}
 
 @dataclass(frozen=True)
 class ParameterShards:
-    """One row of the table: a parameter of all layers, and the shard that a rank stores of it between steps."""
+    """One row of the table: a parameter that several layers may have, and its shard on a rank between steps."""
 
     name: str
     count: int
@@ -68,7 +68,7 @@ class DryRun:
         return self.text()
 
     def text(self, width: int | None = None) -> str:
-        """The tables. Where rows have more than `width` characters, a parameter's shards stand below its name."""
+        """The tables as text. If a row has more than `width` characters, each parameter's shards are below its name."""
         ranks = prod(self.mesh.values())
         rows = [("parameter", "of", "shape", "placements", "on a rank", "bytes")]
         rows += [
@@ -108,12 +108,12 @@ MeshSizes = Annotated[Mapping[str, int], SizesKind()]
 
 @contract
 def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *, tokens: PositiveInt = 1) -> DryRun:
-    """Predict the result of `fsdp2_strategy_parallelize` for a model, best on the meta device, over `mesh` sizes.
+    """Predict the result of `fsdp2_strategy_parallelize` for a model over a mesh of the sizes `mesh`.
 
     The default `tp_shard_plan` is the model's own if tp is above 1. `tokens` is the size of one rank's micro-batch. All
     sets of experts count as equally likely. Gradients are reduced in the last micro-batch, in the policy's dtype.
 
-    Cost:   no collective; no memory beyond the model's own.
+    Cost:   no collective; no memory beyond the model's own, which is none on the meta device.
     Errors: as `fsdp2_strategy_parallelize`; ValueError for a size below 1, or tokens below 1.
     """
     # 1. Find the sizes of the axes by their roles.
@@ -170,7 +170,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
 
 
 def _fsdp_axes(mesh: Mapping[str, int], roles: Mapping[str, str | None], shard_name: str) -> tuple[FsdpAxes, FsdpAxes]:
-    """The FSDP axes of experts, without ep, and of all other parameters, with ep."""
+    """The FSDP axes of experts, which exclude ep, and of all other parameters, which include ep."""
     names = [name for name in (roles["shard"], roles["data"], roles["cp"]) if name is not None]
     replicas, replicate = mesh.get(roles["replicate"] or "", 1), roles["replicate"] or ""
     axis = names[0] if len(names) == 1 else shard_name
@@ -189,7 +189,7 @@ def _parameter_shards(
     tp_axis: str | None,
     stacks: Mapping[str, int],
 ) -> list[ParameterShards]:
-    """One row for all layers' parameters of equal name, shape and placements; `stacks` has FSDP's dim of each stack."""
+    """One row for parameters of equal name, shape and placements; `stacks` has FSDP's dim for each stack."""
     rows: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[int]] = {}
     for name, parameter in model.named_parameters():
         axes, placement = fsdp[name in stacks], tp_placements.get(name)

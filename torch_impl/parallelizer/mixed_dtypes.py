@@ -1,7 +1,7 @@
-"""Parameters of several dtypes under FSDP. A unit has one dtype, so modules of a rarer dtype are units of their own.
+"""Find modules of a rarer dtype for FSDP. An FSDP unit has one dtype, so these modules become units of their own.
 
 A router, a norm or the decays of a state-space model are often float32 in a bfloat16 model. Such a module computes in
-its own dtype and gets its inputs as its caller passes them, sharded or not.
+its own dtype, and FSDP does not cast its inputs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch_impl.parallelizer.blocks import groups_by_parameters, units
 
 
 def units_of_rarer_dtypes(model: nn.Module, apart: Iterable[nn.Module] = ()) -> list[list[nn.Module]]:
-    """Groups of the largest modules whose trained parameters all have another dtype than most of their unit.
+    """Group the largest modules whose trained parameters have one dtype, but not the usual dtype of their unit.
 
     `apart` are modules that are units already. Modules that share a parameter are in one group.
 
-    Errors: ValueError for a module that has parameters of both dtypes directly, and for a module that shares a
-            parameter with a module of the other dtype.
+    Errors: ValueError if a module itself has parameters of both dtypes, or shares a parameter with a module of the
+            other dtype.
     """
     names = {id(module): name for name, module in model.named_modules()}
     sharded_ids = {id(parameter) for module in apart for parameter in module.parameters()}

@@ -1,4 +1,4 @@
-"""Names of modules: the keys that match them, and the names nearest to one that matches nothing.
+"""Match keys to names of modules, and find the names nearest to a key that matches nothing.
 
 A key is the dotted name of a module; each part may have wildcards, such as `*` for every layer.
 """
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 
 def names_of(key: str, names: Iterable[str]) -> list[str]:
-    """The names that a key matches: they have equally many dotted parts, and each part matches."""
+    """The names that match a key: they have as many dotted parts as the key, and each part matches."""
     pattern = key.split(".")
     return [name for name in names if matches(pattern, name.split("."))]
 
@@ -23,7 +23,7 @@ def generic(name: str) -> str:
 
 
 def matches(pattern: list[str], parts: list[str]) -> bool:
-    """Whether each part of a name matches its part of a key."""
+    """Whether a name has as many parts as a key, and each part matches the key's part."""
     return len(pattern) == len(parts) and all(map(fnmatchcase, parts, pattern))
 
 
