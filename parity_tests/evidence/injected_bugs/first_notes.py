@@ -176,11 +176,14 @@ def main(
     count: Annotated[int, typer.Option("--sample", min=1, help="How many bugs.")] = 60,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Another seed draws other bugs.")] = 0,
     every: Annotated[bool, typer.Option("--every", help="Print each bug's notes.")] = False,
+    words: Annotated[bool, typer.Option("--words", help="Only bugs that expect words of a note.")] = False,
 ) -> None:
     """Inject a sample of the catalogue and print how many first notes are true of the injected bug."""
     from parity_tests.evidence.injected_bugs.catalogue import CATALOGUE
 
     chosen = [bug for bug in CATALOGUE if any(pattern in text for text in (bug.name, bug.kind, bug.at))]
+    if words:
+        chosen = [bug for bug in chosen if bug.expect.partition(":")[2].strip()]
     results: list[tuple[InjectedBug, Headlines]] = []
     for bug, headlines in measured(sample(chosen, count, seed)):
         if headlines is None:
