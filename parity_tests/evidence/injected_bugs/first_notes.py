@@ -29,6 +29,7 @@ from parity_tests.evidence.injected_bugs.injected_bug import InjectedBug, patche
 from shardproof.experiments.edited_inputs import REFERENCE_WITH
 from shardproof.experiments.edited_lines import OR_CALLED
 from shardproof.experiments.edited_programs import RIGHT_ONCE
+from shardproof.experiments.first_overflow import FIRST_MADE_BY
 from shardproof.experiments.wrong_backwards import NO_DERIVATIVE
 from shardproof.explain.arithmetic import ADDED_BEFORE
 from shardproof.explain.note import READ_TOO_EARLY
@@ -98,7 +99,8 @@ def truth(kind: str, note: str, lines: Collection[str] = (), folder: Collection[
     """Whether a note fits a bug of this kind. A note on a place fits every kind but precision.
 
     `lines` are the lines of the injected text, as `file:number`. If a note names lines to edit, or the line that adds
-    an input on each rank, the first one must be among them. A note on a line or the code that it calls claims nothing.
+    an input on each rank, the first one must be among them. A note on a line or the code that it calls claims nothing,
+    and so does a note on the first NaN if it names another line.
     A backward that is no derivative must stand in their file, or in one of `folder`, whose backwards may call them.
     """
     if OR_CALLED in note:
@@ -109,6 +111,8 @@ def truth(kind: str, note: str, lines: Collection[str] = (), folder: Collection[
     if NO_DERIVATIVE in note:
         files = {*folder, *(line.partition(":")[0] for line in lines)}
         return TRUE if any(place.partition(":")[0] in files for place in NAMED_LINE.findall(note)) else FALSE
+    if FIRST_MADE_BY in note:
+        return TRUE if set(lines).intersection(NAMED_LINE.findall(note)) else NOTHING
     if note.startswith(LINE_NOTE):
         return TRUE if kind in LINE_KINDS else FALSE
     if READ_TOO_EARLY in note:

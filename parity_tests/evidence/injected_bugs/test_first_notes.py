@@ -70,6 +70,12 @@ def test_a_line_is_true_only_if_the_bug_stands_there():
     assert truth("reduction", note, ["linear.py:9"]) == FALSE
 
 
+def test_the_first_nan_is_true_only_of_a_bug_in_its_line():
+    note = "not finite first at (0,1); first made by mul_ at rows.py:8"
+    assert truth("border", note, ["rows.py:8"]) == TRUE
+    assert truth("border", note, ["rows.py:9"]) == NOTHING
+
+
 def test_a_backward_is_true_only_of_a_bug_in_its_folder():
     note = "forward equal, gradient not: the backward of Sum at sums.py:8 is not the derivative of its forward"
     assert truth("scale", note, ["sums.py:12"]) == TRUE

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import mask, scheme, values
-from shardproof.experiments.first_overflow import FIRST_MADE_BY, name_first_overflow
+from shardproof.experiments.first_overflow import FIRST_MADE_BY, Numbers, name_first_overflow
 from shardproof.verify_one_case import verify_case
 
 
@@ -96,3 +96,12 @@ def test_no_note_where_every_result_is_finite():
     case = {"tp": 2, "n": 2, "v": 4}, {"x": {"kind": "normal"}}
     note = first_note(off_by_one, lambda x: 1.0 * x, *case, outputs="n v/tp", draw={"x": values("normal")})
     assert FIRST_MADE_BY not in note
+
+
+def test_nan_of_padding_is_not_the_cause():
+    """NaN elsewhere is no excuse for a pointwise operation, but it is one for a sum."""
+    x = torch.tensor([np.nan, -np.inf, 1.0])
+    numbers = Numbers.of([x, torch.tensor([1.0, 0.0, 1.0])])
+    assert numbers.make("mul", torch.tensor([np.nan, np.nan, 1.0]))
+    assert not numbers.make("mul", torch.tensor([np.nan, -np.inf, 1.0]))
+    assert not numbers.make("sum", torch.tensor(np.nan))

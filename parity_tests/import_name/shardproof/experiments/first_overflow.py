@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -46,21 +46,19 @@ def name_first_overflow(scheme: Declared, report: Report, notes: Notes) -> dict[
     """
     by_label = dict(notes)
     outputs = [tensor.label for tensor in report.tensors if tensor.role == "output"]
-    is_unexpected = {
+    is_named = {
         label: any(note.startswith(NOT_FINITE) and READ_TOO_EARLY not in note for note in notes.get(label, ()))
         for label in outputs
     }
-    if not any(is_unexpected.values()):
+    if not any(is_named.values()):
         return by_label
-    found = _Overflows()
-    verify_case(scheme, report.case, wrap_program=in_mode(partial(_Watcher, found.add)))
+    found = Overflows()
+    verify_case(scheme, report.case, wrap_program=in_mode(partial(Watcher, found.add)))
     for operation in list(found.largest)[:MOST_OPERATIONS]:
-        mended = verify_case(
-            scheme, report.case, wrap_program=in_mode(partial(_Watcher, partial(_with_ones, operation)))
-        )
-        if mended.failure is None and not any(map(_is_unexpected, _outputs(mended))):
+        mended = verify_case(scheme, report.case, wrap_program=in_mode(partial(Watcher, partial(with_ones, operation))))
+        if mended.failure is None and not any(map(is_unexpected, _outputs(mended))):
             words = f"; {FIRST_MADE_BY}{operation.name} at {operation.source}{found.text(operation)}"
-            for label in (label for label in outputs if is_unexpected[label]):
+            for label in (label for label in outputs if is_named[label]):
                 by_label[label] = tuple(n.extended(words) if n.startswith(NOT_FINITE) else n for n in by_label[label])
             break
     return by_label
@@ -70,19 +68,21 @@ def _outputs(report: Report) -> Sequence[Any]:
     return [tensor for tensor in report.tensors if tensor.role == "output"]
 
 
-def _is_unexpected(tensor: Any) -> bool:
+def is_unexpected(tensor: Any) -> bool:
     """Whether a tensor is not finite where the reference is."""
     return bool((~np.isfinite(tensor.stitched.copies) & np.isfinite(tensor.want)).any())
 
 
 @dataclass
-class _Overflows:
+class Overflows:
     """The operations of all ranks that make NaN or infinity, in their order, each with its largest finite input."""
 
     largest: dict[Operation, float] = field(default_factory=dict)
 
-    def add(self, operation: Operation, result: Any, made: Tensor, largest: float) -> Any:
-        self.largest[operation] = max(largest, self.largest.get(operation, 0.0))
+    def add(self, operation: Operation, result: Any, numbers: Numbers) -> Any:
+        value = value_of(result)
+        if value is not None and numbers.make(operation.name, value):
+            self.largest[operation] = max(numbers.largest, self.largest.get(operation, 0.0))
         return result
 
     def text(self, operation: Operation) -> str:
@@ -90,35 +90,71 @@ class _Overflows:
         return f", of numbers up to {number_text(largest)}" if largest else ""
 
 
-class _Watcher(Mode):
-    """Passes results through `seen` that have NaN from inputs without NaN, or infinity from finite inputs.
+Seen = Callable[[Operation, Any, "Numbers"], Any]  # an operation, its result, its inputs -> another result
 
-    `seen(operation, result, elements, largest)` returns a replacement; `largest` is the largest finite input.
-    """
 
-    def __init__(self, seen: Callable[[Operation, Any, Tensor, float], Any], mesh: Any) -> None:
+class Watcher(Mode):
+    """Passes each result with NaN or infinity through `seen`, which returns the result or a replacement."""
+
+    def __init__(self, seen: Seen, mesh: Any) -> None:
         super().__init__()
         self._seen = seen
 
     def run(self, func: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
-        has_nan = any(bool(x.isnan().any()) for x in given)
-        is_finite = all(bool(x.isfinite().all()) for x in given)
-        largest = max((float(x[x.isfinite()].abs().max()) for x in given if x.isfinite().any()), default=0.0)
+        inputs = {name: value for name, value in kwargs.items() if name != "out"}
+        given = [x for x in tree_leaves((args, inputs)) if isinstance(x, Tensor) and x.is_floating_point()]
+        numbers = Numbers.of(given)  # before an operation in place changes them
         result = func(*args, **kwargs)
         value = value_of(result)
-        if has_nan or not operation.source or operation.name in FILLS or not given or value is None:
+        if not operation.source or operation.name in FILLS or not given or value is None:
             return result
-        made = value.isnan() | (value.isinf() if is_finite else torch.zeros_like(value, dtype=torch.bool))
-        return self._seen(operation.of_line, result, made, largest) if bool(made.any()) else result
+        is_finite = value.isfinite()
+        return result if bool(is_finite.all()) else self._seen(operation.of_line, result, numbers)
 
 
-def _with_ones(target: Operation, operation: Operation, result: Any, made: Tensor, largest: float) -> Any:
-    """The result; if the operation is the target, with 1 at the elements `made`."""
+@dataclass(frozen=True)
+class Numbers:
+    """Where an operation's inputs are NaN, where they are finite, and the largest finite one."""
+
+    is_nan: Sequence[Tensor]
+    is_finite: Sequence[Tensor]
+    largest: float
+
+    @staticmethod
+    def of(given: Sequence[Tensor]) -> Numbers:
+        largest = max((float(x[x.isfinite()].abs().max()) for x in given if x.isfinite().any()), default=0.0)
+        return Numbers([x.isnan() for x in given], [x.isfinite() for x in given], largest)
+
+    def make(self, name: str, result: Tensor) -> bool:
+        """Whether the operation made NaN from numbers, or infinity from finite numbers.
+
+        A pointwise operation makes each element from those at its place: NaN in rows of padding is not the cause.
+        """
+        shape = result.shape if is_pointwise(name) else ()
+        with_nan = [each.expand(shape) if shape else each.any() for each in self.is_nan]
+        with_infinity = [(~each).expand(shape) if shape else (~each).any() for each in self.is_finite]
+        was_number = ~torch.stack(with_nan).any(0)
+        was_finite = ~torch.stack(with_infinity).any(0)
+        made = (result.isnan() & was_number) | (result.isinf() & was_finite)
+        return bool(made.any())
+
+
+@cache
+def is_pointwise(name: str) -> bool:
+    """Whether each element of the operation's result follows from the elements at its place alone."""
+    operation = getattr(torch.ops.aten, name, None)
+    return operation is not None and any(
+        torch.Tag.pointwise in getattr(operation, overload).tags for overload in operation.overloads()
+    )
+
+
+def with_ones(target: Operation, operation: Operation, result: Any, numbers: Numbers) -> Any:
+    """The result; if the operation is the target, with 1 in place of NaN and infinity."""
     value = value_of(result)
     if operation != target or value is None:
         return result
+    wrong = ~value.isfinite()
     if operation.name.endswith("_"):
-        return result.masked_fill_(made, 1.0)
-    mended = value.masked_fill(made, 1.0)
+        return result.masked_fill_(wrong, 1.0)
+    mended = value.masked_fill(wrong, 1.0)
     return mended if value is result else type(result)((mended, *result[1:]))

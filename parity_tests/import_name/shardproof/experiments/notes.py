@@ -29,6 +29,7 @@ from shardproof.experiments.first_overflow import name_first_overflow
 from shardproof.experiments.foreign_ids import name_foreign_ids
 from shardproof.experiments.narrow_kernels import name_narrow_kernels
 from shardproof.experiments.narrow_tensors import narrow_dtypes
+from shardproof.experiments.overflowing_gradients import name_overflowing_gradients
 from shardproof.experiments.own_shards import name_own_shards
 from shardproof.experiments.repaired_lines import name_lines, name_missing_sums
 from shardproof.experiments.rounding_errors import MIN_ELEMENTS, vanishes
@@ -106,7 +107,7 @@ def _after_experiments(scheme: Declared, report: Report) -> Report:
     # 3. Lines and shards: a collective that makes the tensor right once it is repaired, the operation that makes the
     # first NaN, ranks that compute the reference of their own shards.
     notes = name_lines(scheme, report, failing, notes)
-    notes = name_first_overflow(scheme, report, notes)
+    notes = name_overflowing_gradients(scheme, report, name_first_overflow(scheme, report, notes))
     notes = name_own_shards(scheme, report, failing, notes)
     # 4. One collective more or less that makes every tensor right.
     notes = name_edits(scheme, report, failing, notes)
