@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -66,6 +67,23 @@ def operation_that_the_checker_does_not_know(mesh, x, up, down):
     return all_reduce(linear(hidden.flip(-1), down), mesh["tp"])
 
 
+@scheme(**MLP)
+def term_in_a_wider_dtype(mesh, x, up, down):
+    terms = linear(linear(as_replicated(x, mesh["tp"]), up).relu(), down)
+    return all_reduce(terms.double(), mesh["tp"]).to(x.dtype)
+
+
+@scheme(
+    reference=lambda x: jnp.concatenate([x] * 2),
+    mesh={"tp": (2,)},
+    inputs={"x": "n tp=I"},
+    outputs="copies/tp",
+    dims={"copies": "2*n"},
+)
+def copies_as_shards(mesh, x):
+    return as_replicated(x, mesh["tp"])
+
+
 @scheme(
     reference=lambda x: x, mesh={"cp": (1, 2)}, inputs={"x": "s/cp:dual_chunk_swap"}, outputs="s/cp:dual_chunk_swap"
 )
@@ -104,7 +122,8 @@ def test_a_result_of_another_type_than_its_spec():
 @needs_types
 @pytest.mark.slow
 def test_right_code_has_no_clash():
-    assert opinion.types_of(right) == "types agree where they can be followed"
+    for declared in (right, copies_as_shards):
+        assert opinion.types_of(declared) == "types agree where they can be followed"
 
 
 @needs_types
@@ -113,6 +132,8 @@ def test_what_cannot_be_typed_is_no_clash():
     sentence = opinion.types_of(operation_that_the_checker_does_not_know)
     number = line(operation_that_the_checker_does_not_know, "hidden.flip")
     assert sentence.startswith(f"could not type line {number}: ") and not sentence.startswith(opinion.CLASHES)
+    number = line(term_in_a_wider_dtype, "terms.double")
+    assert opinion.types_of(term_in_a_wider_dtype).startswith(f"could not type line {number}: ")
     assert opinion.types_of(permuted) == "not typed: cp (dual_chunk_swap)"
 
 
@@ -126,7 +147,7 @@ def test_every_function_that_is_exported_has_a_rule():
     from shardproof.line_types.rules import RULES
 
     packages = ("collectives", "context_parallel", "expert_parallel", "mamba", "vocab_parallel")
-    exported = {each for package in packages for each in vars(getattr(torch_impl, package)).values()}
+    exported = [each for package in packages for each in vars(getattr(torch_impl, package)).values()]
     functions = {each for each in exported if isinstance(each, type) and issubclass(each, torch.autograd.Function)}
     assert functions and sorted(each.__name__ for each in functions - set(RULES)) == []
 

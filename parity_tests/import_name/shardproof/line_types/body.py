@@ -41,6 +41,9 @@ CLASHES = {
 }
 # What they ask of a term need not be asked of the sum: a rank may tell the others, as of a NaN.
 PREDICATES = {"any", "all", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge", "signbit"}
+# A term in another dtype is a term, and a new tensor of its shape says nothing of its value.
+CASTS = {"to", "double", "float", "half", "bfloat16", "type", "type_as", "zeros_like", "ones_like", "empty_like"}
+NO_CLASH = PREDICATES | CASTS | {"__set__"}  # the last assigns an attribute, such as `grad`
 AGREE = "types agree where they can be followed"
 OF_A_RULE = re.compile(r"rules\.(\w+)\(.*\) expects its input to be (\S+) on axis (\S+), but it is (\w)")
 
@@ -140,14 +143,19 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, Any], sharded: list[tuple[
 
 
 def _clash_of_outputs(program: Program, outputs: Mapping[str, Any], mesh: TypedMesh) -> str | None:
-    """The first output with another type than its spec. Only the author can say that a shard is a term (P)."""
+    """The first output with another type than its spec.
+
+    Only the author can say that a shard is a term (P). A tensor of type R is a shard (V) without a change: the gradient
+    of V is each rank's own, and that of R is the sum of the ranks' gradients.
+    """
     for arg in program.outputs:
         tensor = outputs.get(arg.name)
         if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             continue
         for axis in mesh.typed:
             stated, found = arg.spec.type_of(axis), st.maybe_get_axis_local_type(tensor, mesh[axis])
-            if found is not None and stated != "P" and found is not rules.LETTERS[stated]:
+            is_stated = found is rules.LETTERS[stated] or (found is rules.LETTERS["R"] and stated == "V")
+            if found is not None and stated != "P" and not is_stated:
                 return f"output {arg.name!r} is {axis}={_letter(found)}, its spec says {axis}={stated}"
     return None
 
@@ -171,7 +179,7 @@ def clash_of(error: BaseException, mesh: MeshView) -> str | None:
     called = re.search(r"In ([\w.]+)\(", context)
     names = {format_axis(mesh[axis]): axis for axis in mesh.axes}
     for pattern, words in CLASHES.items():
-        if (match := re.search(pattern, text)) and (called is None or called[1] not in PREDICATES):
+        if (match := re.search(pattern, text)) and (called is None or called[1] not in NO_CLASH):
             return words.format(axis=names.get(match[1], match[1]), call=called[1] if called else "it")
     if match := OF_A_RULE.search(text):
         return f"{match[1]} over {names.get(match[3], match[3])} of a value of type {match[4]}, it takes {match[2]}"

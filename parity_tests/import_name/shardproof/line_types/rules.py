@@ -22,6 +22,7 @@ from torch_impl.collectives import exchanges, gathers, reductions
 from torch_impl.context_parallel import blockwise_attention
 from torch_impl.expert_parallel import balance, dispatch, experts
 from torch_impl.layouts import reorder
+from torch_impl.mamba import all_to_all
 from torch_impl.vocab_parallel import (
     cross_entropy,
     fused_logprob,
@@ -88,6 +89,11 @@ def _reduce_scatter(*, x: Any, group: Any, dim: Any) -> Any:
 
 def _all_to_all(*, x: Any, group: Any, split_dim: Any, concat_dim: Any) -> Any:
     return moved(st.rules.all_to_all, x, group, src=st.S(concat_dim), dst=st.S(split_dim))
+
+
+def _all_to_all_of_rows(*, input_: Any, group: Any) -> Any:
+    """Rows of any meaning: the dim that a rank has shards of is known where they are named again."""
+    return unchanged(input_)
 
 
 def _x_alone(*, x: Any) -> Any:
@@ -212,6 +218,7 @@ RULES: dict[type, Callable[..., Any]] = {
     gathers.ReduceScatter: _reduce_scatter,
     exchanges._AllToAll: _all_to_all,
     exchanges._RingShift: _x_alone,
+    all_to_all._AllToAll: _all_to_all_of_rows,
     reorder._Permute: _permuted,
     dispatch._Rows: _x_alone,
     dispatch._Sums: _rows,
