@@ -105,3 +105,4 @@ def test_nan_of_padding_is_not_the_cause():
     assert numbers.make("mul", torch.tensor([np.nan, np.nan, 1.0]))
     assert not numbers.make("mul", torch.tensor([np.nan, -np.inf, 1.0]))
     assert not numbers.make("sum", torch.tensor(np.nan))
+    assert not numbers.make("mul", torch.tensor([np.nan])), "the gradient of a factor that was broadcast is a sum"

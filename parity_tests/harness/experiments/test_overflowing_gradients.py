@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from parity_tests.specimens.wrong_gradients import line_of
 from shardproof import scheme, values
@@ -70,6 +71,27 @@ def scaled_by_infinity(mesh, x):
 def test_a_factor_that_overflows():
     note = first_note(scaled_by_infinity, lambda x: 1.0 * x, "normal", outputs="n/tp v")
     assert note.endswith(f"; {FIRST_MADE_BY}the backward of mul at {line_of(scaled_by_infinity, '1e30')}")
+
+
+def root_of_a_factor(mesh, x):
+    """The factor is broadcast, and the gradient of a product with it is a sum."""
+    return ((x[:1] * 0.0).sum().sqrt() * x).detach() + x - (x[:1] * 0.0 * x).sqrt()
+
+
+def test_a_factor_that_is_broadcast():
+    note = first_note(root_of_a_factor, lambda x: 1.0 * x, "normal", outputs="n/tp v")
+    assert note.endswith(f"; {FIRST_MADE_BY}the backward of sqrt at {line_of(root_of_a_factor, 'sqrt')}")
+
+
+def of_a_dtensor(mesh, x):
+    placed = DTensor.from_local(x, mesh.device_mesh["tp"], [Replicate()])
+    return (placed**2).sum(-1).sqrt().to_local()
+
+
+def test_dtensors_are_passed_over():
+    """Their gradients are not plain tensors: no operation is named, and the case does not fail otherwise."""
+    note = first_note(of_a_dtensor, norm_of_rows_without_gradient_at_zero, "zeros", outputs="n/tp")
+    assert note.startswith("not finite first at ") and "raised" not in note
 
 
 def doubled(mesh, x):

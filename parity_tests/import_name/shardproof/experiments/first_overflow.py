@@ -46,11 +46,11 @@ def name_first_overflow(scheme: Declared, report: Report, notes: Notes) -> dict[
     """
     by_label = dict(notes)
     outputs = [tensor.label for tensor in report.tensors if tensor.role == "output"]
-    is_named = {
+    is_not_finite = {
         label: any(note.startswith(NOT_FINITE) and READ_TOO_EARLY not in note for note in notes.get(label, ()))
         for label in outputs
     }
-    if not any(is_named.values()):
+    if not any(is_not_finite.values()):
         return by_label
     found = Overflows()
     verify_case(scheme, report.case, wrap_program=in_mode(partial(Watcher, found.add)))
@@ -58,7 +58,7 @@ def name_first_overflow(scheme: Declared, report: Report, notes: Notes) -> dict[
         mended = verify_case(scheme, report.case, wrap_program=in_mode(partial(Watcher, partial(with_ones, operation))))
         if mended.failure is None and not any(map(is_unexpected, _outputs(mended))):
             words = f"; {FIRST_MADE_BY}{operation.name} at {operation.source}{found.text(operation)}"
-            for label in (label for label in outputs if is_named[label]):
+            for label in (label for label in outputs if is_not_finite[label]):
                 by_label[label] = tuple(n.extended(words) if n.startswith(NOT_FINITE) else n for n in by_label[label])
             break
     return by_label
@@ -108,8 +108,7 @@ class Watcher(Mode):
         value = value_of(result)
         if not operation.source or operation.name in FILLS or not given or value is None:
             return result
-        is_finite = value.isfinite()
-        return result if bool(is_finite.all()) else self._seen(operation.of_line, result, numbers)
+        return result if bool(value.isfinite().all()) else self._seen(operation.of_line, result, numbers)
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,15 @@ class Numbers:
 
         A pointwise operation makes each element from those at its place: NaN in rows of padding is not the cause.
         """
-        shape = result.shape if is_pointwise(name) else ()
-        with_nan = [each.expand(shape) if shape else each.any() for each in self.is_nan]
-        with_infinity = [(~each).expand(shape) if shape else (~each).any() for each in self.is_finite]
-        was_number = ~torch.stack(with_nan).any(0)
-        was_finite = ~torch.stack(with_infinity).any(0)
-        made = (result.isnan() & was_number) | (result.isinf() & was_finite)
+        shape = result.shape
+        if not is_pointwise(name) or torch.broadcast_shapes(*(each.shape for each in self.is_nan)) != shape:
+            shape = torch.Size()  # all inputs count for each element, as for a sum
+        per_element = [
+            (nan.expand(shape), ~finite.expand(shape)) if shape else (nan.any(), (~finite).any())
+            for nan, finite in zip(self.is_nan, self.is_finite, strict=True)
+        ]
+        was_nan, was_infinite = (torch.stack(each).any(0) for each in zip(*per_element, strict=True))
+        made = (result.isnan() & ~was_nan) | (result.isinf() & ~was_infinite)
         return bool(made.any())
 
 

@@ -82,7 +82,8 @@ def check_notes(scheme: Declared, report: Report) -> Report:
     of zeros; up to 11 + 3 * MAX_REPAIRS for lines of collectives; up to MAX_EDITS for edits, and 8 for each that mends
     the case; for edits of lines and of inputs the seconds of `edited_lines` and `edited_inputs`; up to MOST_CASES for
     each input and for each collective; 3 + MAX_FUNCTIONS for hand-written backwards; up to 6 for unequal shards; up to
-    1 + MOST_READS for an input that is counted on every rank; 1 for zeros.
+    1 + MOST_READS for an input that is counted on every rank; 1 for zeros; up to 2 + 2 * MOST_OPERATIONS for NaN and
+    infinity.
     """
     # The function's own warnings were shown before; an edit may warn of operations that the function does not have.
     with warnings.catch_warnings(action="ignore"):

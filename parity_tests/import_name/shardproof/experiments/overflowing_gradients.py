@@ -90,7 +90,7 @@ def _watched(seen: Seen) -> Callable[[Any], Any]:
     """A wrapper that passes gradients through `seen`, as `Watcher` does with results."""
 
     def add_hooks(mesh: Any, graph: Graph) -> None:
-        for node, edge in {node: edge for edge, node, _ in reversed(graph) if not edge.is_handwritten}.items():
+        for node, edge in {node: edge for edge, node, _ in graph if not edge.is_handwritten}.items():
             node.register_hook(partial(_checked, seen, Operation(edge.operation, edge.source)))
 
     return with_graph(add_hooks)
@@ -102,7 +102,10 @@ def _checked(
     gradients: Sequence[Any],
     cotangents: Sequence[Any],
 ) -> tuple[Any, ...]:
-    numbers = Numbers.of([x for x in cotangents if type(x) is Tensor])
+    given = [x for x in cotangents if type(x) is Tensor]
+    if not given:  # a DTensor, or no cotangent
+        return tuple(gradients)
+    numbers = Numbers.of(given)
 
     def passed(gradient: Any) -> Any:
         is_watched = type(gradient) is Tensor and not bool(gradient.isfinite().all())
