@@ -33,7 +33,6 @@ from shardproof.experiments.first_overflow import FIRST_MADE_BY
 from shardproof.experiments.wrong_backwards import NO_DERIVATIVE
 from shardproof.explain.arithmetic import ADDED_BEFORE
 from shardproof.explain.note import READ_TOO_EARLY
-from shardproof.places import ROOT
 
 # The kinds that an edit of the reference's inputs fits: another order, or another number.
 ORDERS = {"order", "sequence", "border", "group", "schedule"}
@@ -95,13 +94,13 @@ ANYWHERE = (
 TRUE, FALSE, NOTHING = "true", "false", "claims nothing"
 
 
-def truth(kind: str, note: str, lines: Collection[str] = (), folder: Collection[str] = ()) -> str:
+def truth(kind: str, note: str, lines: Collection[str] = ()) -> str:
     """Whether a note fits a bug of this kind. A note on a place fits every kind but precision.
 
     `lines` are the lines of the injected text, as `file:number`. If a note names lines to edit, or the line that adds
     an input on each rank, the first one must be among them. A note on a line or the code that it calls claims nothing,
     and so does a note on the first NaN if it names another line.
-    A backward that is no derivative must stand in their file, or in one of `folder`, whose backwards may call them.
+    A backward that is no derivative must stand in their file.
     """
     if OR_CALLED in note:
         return NOTHING
@@ -109,7 +108,7 @@ def truth(kind: str, note: str, lines: Collection[str] = (), folder: Collection[
     if lines and named:
         return TRUE if named[0] in lines else FALSE
     if NO_DERIVATIVE in note:
-        files = {*folder, *(line.partition(":")[0] for line in lines)}
+        files = {line.partition(":")[0] for line in lines}
         return TRUE if any(place.partition(":")[0] in files for place in NAMED_LINE.findall(note)) else FALSE
     if FIRST_MADE_BY in note:
         return TRUE if set(lines).intersection(NAMED_LINE.findall(note)) else NOTHING
@@ -128,8 +127,7 @@ def truth(kind: str, note: str, lines: Collection[str] = (), folder: Collection[
 
 def truth_for(bug: InjectedBug, note: str) -> str:
     """Whether a note is true of a bug."""
-    component = (ROOT / patched_text(bug).file).parent
-    return truth(bug.kind, note, lines_of(bug), [path.name for path in component.glob("*.py")])
+    return truth(bug.kind, note, lines_of(bug))
 
 
 def lines_of(bug: InjectedBug) -> list[str]:
