@@ -12,7 +12,6 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -79,7 +78,7 @@ def next_scheme(waiting: list[Declared], own: Container[str], others: Container[
     return scheme
 
 
-@contextmanager
+@contextlib.contextmanager
 def workers() -> Iterator[Workers]:
     """Processes that import torch and JAX while the caller finds the schemes; they end on leaving."""
     with tempfile.TemporaryDirectory() as folder:

@@ -92,7 +92,7 @@ def _all_to_all(*, x: Any, group: Any, split_dim: Any, concat_dim: Any) -> Any:
 
 
 def _all_to_all_of_rows(*, input_: Any, group: Any) -> Any:
-    """Rows of any meaning: the dim that a rank has shards of is known where they are named again."""
+    """Blocks of dim 0 go to other ranks. A shard of any dim stays a shard, and a term stays a term."""
     return unchanged(input_)
 
 
