@@ -157,7 +157,7 @@ def _judge(targets: list[str], options: VerifyOptions, before: Verdict, told: IO
     finally:
         modules = [module for name, module in list(sys.modules.items()) if name not in imported]
         files = {file for module in modules if (file := _file_of(module)) and not _is_installed(file)}
-        if not outcomes:  # a file could not be imported, and the mistake may be in one that it imports
+        if not outcomes:  # a file could not be imported; the mistake may be in a file that it imports
             files |= {str(file) for target in targets for file in _beside(Path(target.partition("::")[0]))}
         news = {
             "failed": [key for outcome in outcomes for key in outcome.failed] if outcomes else None,
@@ -279,7 +279,7 @@ def _files(paths: Sequence[str], imported: Iterable[str]) -> Iterator[str]:
 
 
 def _files_of_this_package() -> list[str]:
-    """Files of this project that this process has imported: those of a clone, which somebody may be editing."""
+    """Files of this project that this process has imported: somebody may be editing a clone of it."""
     files = (_file_of(module) for module in list(sys.modules.values()))
     return [file for file in files if file and Path(file).is_relative_to(ROOT) and not _is_installed(file)]
 

@@ -199,7 +199,7 @@ def _of_collectives(report: Report) -> Iterator[Edit]:
 
 
 def _twice(repair: Repair, row: LedgerRow) -> Callable[[Program], Program] | None:
-    """A control for counts: if twice the combined count is right too, a larger one only disables what reads it."""
+    """A control for counts: if twice the combined count is right too, the sum explains nothing."""
     are_counts = all(dtype.startswith(("int", "uint")) for dtype in row.dtypes)
     return under(replace(repair, times=2)) if are_counts else None
 

@@ -1,4 +1,4 @@
-"""The narrower dtypes than its inputs' that a function has tensors of: only these can explain an error."""
+"""Find tensors of a narrower dtype than the inputs: an error of rounding to that dtype needs one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Narrow(TorchDispatchMode):
 
 
 def narrow_dtypes(scheme: Declared, case: CaseSpec) -> set[str] | None:
-    """Run the case once; the dtypes of tensors narrower than the case's that operations of a rank's forward returned.
+    """Run the case once, and return the dtypes of forward tensors that are narrower than the case's dtype.
 
     None if a rank fails.
     """

@@ -49,7 +49,7 @@ def name_overflowing_gradients(scheme: Declared, report: Report, notes: Notes) -
     ]
     if not unnamed or any(is_unexpected(tensor) for tensor in report.tensors if tensor.role == "output"):
         return by_label
-    words = _of_handwritten(scheme, report) or _of_autograd(scheme, report)
+    words = _handwritten_words(scheme, report) or _autograd_words(scheme, report)
     for label in unnamed if words else []:
         by_label[label] = tuple(note.extended(words) if _is_unnamed(note) else note for note in by_label[label])
     return by_label
@@ -59,7 +59,7 @@ def _is_unnamed(note: Note) -> bool:
     return note.startswith(NOT_FINITE) and READ_TOO_EARLY not in note and FIRST_MADE_BY not in note
 
 
-def _of_handwritten(scheme: Declared, report: Report) -> str:
+def _handwritten_words(scheme: Declared, report: Report) -> str:
     """The words on an operation inside a hand-written backward; empty if none is to blame."""
     found = Overflows()
     verify_case(scheme, report.case, wrap_program=in_backwards(partial(Watcher, found.add)))
@@ -70,7 +70,7 @@ def _of_handwritten(scheme: Declared, report: Report) -> str:
     return ""
 
 
-def _of_autograd(scheme: Declared, report: Report) -> str:
+def _autograd_words(scheme: Declared, report: Report) -> str:
     """The words on an operation whose backward is torch's own, by the line that calls it."""
     found = Overflows()
     with torch.autograd.set_detect_anomaly(True, check_nan=False):  # which keeps the line of each operation

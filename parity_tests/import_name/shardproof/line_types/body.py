@@ -145,8 +145,8 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, Any], sharded: list[tuple[
 def _clash_of_outputs(program: Program, outputs: Mapping[str, Any], mesh: TypedMesh) -> str | None:
     """The first output with another type than its spec.
 
-    Only the author can say that a shard is a term (P). A tensor of type R is a shard (V) without a change: the gradient
-    of V is each rank's own, and that of R is the sum of the ranks' gradients.
+    Only the author can say that a shard is a term (P). A tensor of type R may be returned as a shard (V): each rank's
+    cotangent is then a term of its gradient, which R allows.
     """
     for arg in program.outputs:
         tensor = outputs.get(arg.name)

@@ -66,7 +66,7 @@ class Repair:
 
     @property
     def sites(self) -> list[CallSite]:
-        """The call site, and those of the other lines."""
+        """The call site, and the sites of the other lines."""
         return [self.site, *(CallSite(self.op, source, self.phase) for source in self.other_lines)]
 
     def concerns(self, row: LedgerRow, action: str) -> bool:
